@@ -1,0 +1,1 @@
+"""Four-node LAN example."""

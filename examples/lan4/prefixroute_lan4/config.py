@@ -1,0 +1,138 @@
+"""A sidecar's configuration: one JSON file a node.
+
+Rules:
+1. A field that is not known is an error, so that a misspelt one does not silently do nothing.
+2. Everything that must be equal on all nodes stands under ``domain``; nodes that differ in it refuse each other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from prefixroute import Domain, policy
+from prefixroute.errors import UsageError
+from prefixroute.policy import Policy
+
+DEFAULT_POLICY = "default"
+POLICIES = (DEFAULT_POLICY, *policy.POLICIES)
+"""Words for `SidecarConfig.policy`."""
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class Address(_Strict, frozen=True, kw_only=True):
+    """A host and a port."""
+
+    host: str = "127.0.0.1"
+    port: int
+
+    @property
+    def pair(self) -> tuple[str, int]:
+        """As sockets want it."""
+        return (self.host, self.port)
+
+
+class PeerConfig(_Strict, frozen=True, kw_only=True):
+    """Another node: its name and where its gossip arrives. Its HTTP address comes with its gossip."""
+
+    node: str
+    gossip: Address
+
+
+class EngineConfig(_Strict, frozen=True, kw_only=True):
+    """The engine beside this node.
+
+    `events`, `replay` and `topic` are `endpoint`, `replay_endpoint` and `topic` of the engine's own
+    ``--kv-events-config``, word for word: they tell who binds. Without `events` the engine is asked (vLLM >= 0.31).
+    `prefill_tokens_per_s` is its speed where it is known; 0 lets the node learn it from answers.
+    """
+
+    url: str
+    events: str = ""
+    replay: str = ""
+    topic: str = ""
+    prefill_tokens_per_s: float = 0.0
+    load_probe_s: float = 0.5
+
+
+class DomainConfig(_Strict, frozen=True, kw_only=True):
+    """What must be equal on all nodes. `secret` keys the prefix hashes and authenticates gossip."""
+
+    model: str
+    tokenizer: str
+    block_size: int = 16
+    secret: str = ""
+
+
+class TimeoutConfig(_Strict, frozen=True, kw_only=True):
+    """How long to wait, in seconds: for a connection, and for the next byte of a forwarded answer.
+
+    An unstreamed answer is one wait: `forward_read_s` must exceed the longest one. The local engine is never
+    given up for slowness.
+    """
+
+    connect_s: float = 1.0
+    forward_read_s: float = 120.0
+
+
+class SidecarConfig(_Strict, frozen=True, kw_only=True):
+    """One node: its name, where it listens, its peers and its engine.
+
+    `url` is where the other sidecars reach this one; by default ``http://HOST:PORT`` of `http`.
+    """
+
+    node: str
+    http: Address
+    gossip: Address
+    engine: EngineConfig
+    domain: DomainConfig
+    peers: tuple[PeerConfig, ...] = ()
+    policy: str = "default"
+    url: str = ""
+    timeouts: TimeoutConfig = TimeoutConfig()
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+        if self.node in {peer.node for peer in self.peers}:
+            raise ValueError(f"{self.node!r} is listed among its own peers")
+
+    @property
+    def public_url(self) -> str:
+        """Where peers send what they forward."""
+        return self.url or f"http://{self.http.host}:{self.http.port}"
+
+    @property
+    def prefix_domain(self) -> Domain:
+        """The domain that this node serves."""
+        spec = self.domain
+        return Domain(
+            model=spec.model,
+            tokenizer=spec.tokenizer,
+            block_size=spec.block_size,
+            secret=spec.secret.encode(),
+        )
+
+
+def make_policy(name: str) -> Policy | None:
+    """The policy of a word of POLICIES; None for the node's own default."""
+    return None if name == DEFAULT_POLICY else policy.POLICIES[name]()
+
+
+def load_config(path: Path) -> SidecarConfig:
+    """Read a configuration file; UsageError names the file and the offending field."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SidecarConfig)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def dump_config(config: SidecarConfig, path: Path) -> None:
+    """Write a configuration file that `load_config` reads back."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")

@@ -1,0 +1,115 @@
+"""What ``prefixroute demo`` does once its options are read.
+
+Rules:
+1. Standard output carries the result: the table, or the JSON when it is asked for on "-". All else goes to
+   standard error.
+2. Errors of the user raise UsageError before anything is started, as far as they can be seen by then.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+
+from prefixroute.errors import UsageError
+
+from .cluster import ClusterSettings
+from .plots import write_plots
+from .processes import ProcessError
+from .report import BarProgress, full_report, remarks, summary, table, title, write_json
+from .runner import DemoResult, DemoSettings, parse_kill, run_to_end, trace_of
+from .workload import WorkloadSettings
+
+OK, FAILED, INTERRUPTED = 0, 1, 130
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where the short JSON goes: a path, "-" for standard output, or nowhere."""
+
+    json: str | None = None
+
+
+class Defaults(Protocol):
+    """What an option is when it is not given; depends on the kind of engine."""
+
+    requests: int
+    rate: float
+    capacity_blocks: int
+
+
+def run_options(options: Namespace, defaults: Defaults) -> int:
+    """Run what the command line's `options` ask for; UsageError when that cannot be."""
+    settings = settings_of(options, defaults)
+    return run(settings, Output(options.json))
+
+
+def settings_of(options: Namespace, defaults: Defaults) -> DemoSettings:
+    """Options and defaults as settings; UsageError names the option's trouble."""
+    workload = WorkloadSettings(
+        requests=defaults.requests if options.requests is None else options.requests,
+        nodes=options.nodes,
+        rate=defaults.rate if options.rate is None else options.rate,
+        seed=options.seed,
+        zipf=options.zipf,
+    )
+    capacity = defaults.capacity_blocks if options.capacity_blocks is None else options.capacity_blocks
+    return DemoSettings(
+        workload=workload,
+        cluster=ClusterSettings(nodes=options.nodes, capacity_blocks=capacity),
+        policy=options.policy,
+        engine=options.engine,
+        mmlu=options.mmlu,
+        kill=parse_kill(options.kill) if options.kill is not None else None,
+        out=options.out,
+    )
+
+
+def run(settings: DemoSettings, output: Output) -> int:
+    """Run the demonstration and show it; returns the exit code, 1 when a request or a process failed."""
+    notes = Console(stderr=True)
+    trace = trace_of(settings)
+    _make_folder(settings.out)
+    if output.json not in (None, "-"):
+        _make_folder(Path(str(output.json)).parent)
+    try:
+        with BarProgress(notes) as progress:
+            result = run_to_end(settings, trace, progress)
+    except ProcessError as error:
+        print(f"prefixroute demo: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("prefixroute demo: interrupted, everything is stopped", file=sys.stderr)
+        return INTERRUPTED
+    _show(result, output, notes)
+    return FAILED if any(run.figures.errors for run in result.runs.values()) else OK
+
+
+def _show(result: DemoResult, output: Output, notes: Console) -> None:
+    out = result.settings.out
+    write_json(full_report(result), out / "report.json")
+    write_plots(result, out)
+    shown = Console()
+    if output.json == "-":
+        print(json.dumps(summary(result), indent=2))
+        shown = notes
+    shown.print(title(result), highlight=False, soft_wrap=True)
+    shown.print(table(result))
+    if output.json not in (None, "-"):
+        write_json(summary(result), Path(str(output.json)))
+    for remark in remarks(result):
+        notes.print(remark, highlight=False)
+    notes.print(f"requests, figures and plots: {out}", highlight=False)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to {path}: {error.strerror}") from error

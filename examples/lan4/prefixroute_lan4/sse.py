@@ -1,0 +1,192 @@
+"""Server-sent events of a streamed answer: cutting, book-keeping, and going on after the upstream died.
+
+Rules:
+1. Events pass as the very bytes that the engine sent, and only whole: a dead upstream leaves no half event.
+2. After a break another engine gives the whole answer again. What the client already has is left out, but only
+   while the new answer repeats it to the letter; when it does not, the stream is broken off (`Diverged`).
+   A client may get an error, never two answers spliced together.
+3. Streams that cannot be compared this way (several choices, tool calls, log probabilities) are never resumed.
+
+What becomes of an event of the second answer:
+
+| event | already sent | action |
+|---|---|---|
+| closing ``[DONE]``, usage, finish | no | pass |
+| closing ``[DONE]``, usage, finish | yes | drop |
+| text, wholly within what was sent | - | compare, drop |
+| text, partly or wholly beyond | - | compare the overlap, pass the rest |
+| anything else (a role, an empty text) | anything | drop |
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import msgspec
+
+_EVENT_END = re.compile(rb"\r?\n\r?\n")
+MAX_EVENT_BYTES = 1 << 20
+"""A longer event is broken off: no engine sends one, and a buffer must end somewhere."""
+
+
+class Diverged(Exception):  # noqa: N818 - an outcome, not an error of the program
+    """A second answer does not repeat what the client already has, or cannot be compared with it."""
+
+
+class UpstreamBroke(ValueError):  # noqa: N818 - an outcome, not an error of the program
+    """The engine itself says, in the stream, that it cannot go on."""
+
+
+class EventCutter:
+    """Cuts a byte stream into whole events; O(1) a byte."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The events that `data` completes, each with its blank line. ValueError beyond MAX_EVENT_BYTES."""
+        data = self._rest + data
+        events, start = [], 0
+        for end in _EVENT_END.finditer(data):
+            events.append(data[start : end.end()])
+            start = end.end()
+        self._rest = data[start:]
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+        return events
+
+
+class Event(NamedTuple):
+    """What matters of one event.
+
+    `plain` is False when it holds more than text, a role, usage or an end; `error` is the engine's own message.
+    """
+
+    text: str = ""
+    done: bool = False
+    finish: bool = False
+    usage: bool = False
+    cached_tokens: int | None = None
+    plain: bool = True
+    error: str = ""
+
+
+def read_event(data: bytes) -> Event:
+    """Read an event of ``/v1/completions`` or ``/v1/chat/completions``; anything else is an Event not plain."""
+    line = data.strip()
+    if not line.startswith(b"data:"):
+        return Event(plain=line.startswith(b":"))  # a comment is a keep-alive
+    payload = line[5:].strip()
+    if payload == b"[DONE]":
+        return Event(done=True)
+    try:
+        chunk = msgspec.json.decode(payload)
+    except msgspec.DecodeError:
+        return Event(plain=False)
+    return _read_chunk(chunk) if isinstance(chunk, dict) else Event(plain=False)
+
+
+def _read_chunk(chunk: dict[str, Any]) -> Event:
+    usage, choices = chunk.get("usage"), chunk.get("choices")
+    if "error" in chunk:
+        return Event(plain=False, error=str(chunk["error"]) or "error")
+    cached = cached_tokens(usage)
+    if not choices:
+        return Event(usage=usage is not None, cached_tokens=cached, plain=usage is not None)
+    choice = choices[0]
+    text, plain = _text_of(choice)
+    plain = plain and len(choices) == 1 and not choice.get("index") and not choice.get("logprobs")
+    return Event(text, finish=choice.get("finish_reason") is not None, cached_tokens=cached, plain=plain)
+
+
+def _text_of(choice: dict[str, Any]) -> tuple[str, bool]:
+    """The choice's text, and whether there is nothing beside it."""
+    delta = choice.get("delta")
+    if delta is None:
+        return choice.get("text") or "", True
+    extra = any(value for key, value in delta.items() if key not in ("role", "content"))
+    return delta.get("content") or "", not extra
+
+
+def cached_tokens(usage: object) -> int | None:
+    """The engine's count of reused prompt tokens in a ``usage`` object, None when it does not say."""
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    value = details.get("cached_tokens") if isinstance(details, dict) else None
+    return value if isinstance(value, int) else None
+
+
+class StreamLedger:
+    """What a client has been sent of one streamed answer, over all the engines that gave parts of it."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.done = False
+        self.cached_tokens: int | None = None
+        self._finished = False
+        self._used = False
+        self._plain = True
+        self._began = False
+        self._repeated: str | None = None  # text of the second answer so far; None while on the first
+
+    @property
+    def began(self) -> bool:
+        """True once an event has been passed on."""
+        return self._began
+
+    def restart(self) -> None:
+        """The next event is the first of another answer. Diverged when this stream cannot be compared."""
+        if not self._plain:
+            raise Diverged("this kind of stream cannot be resumed")
+        self._repeated = "" if self._began else None
+
+    def accept(self, data: bytes) -> bytes | None:
+        """What to pass on of this event, None when the client has it.
+
+        Diverged when it contradicts what was sent; UpstreamBroke when it is an error message.
+        """
+        event = read_event(data)
+        if event.error:
+            raise UpstreamBroke(event.error)
+        if event.cached_tokens is not None:
+            self.cached_tokens = event.cached_tokens
+        if self._repeated is not None:
+            return self._accept_repeated(data, event)
+        self._note(event)
+        return data
+
+    def _accept_repeated(self, data: bytes, event: Event) -> bytes | None:
+        assert self._repeated is not None
+        if not event.plain:
+            raise Diverged("the second answer holds more than text")
+        self._repeated += event.text
+        overlap = min(len(self._repeated), len(self.text))
+        if self._repeated[:overlap] != self.text[:overlap]:
+            raise Diverged("the second answer differs from what was sent")
+        rest = self._repeated[len(self.text) :]
+        new_end = (event.done and not self.done) or (event.finish and not self._finished)
+        if not (rest or new_end or (event.usage and not self._used)):
+            return None
+        if len(self._repeated) < len(self.text):
+            raise Diverged("the second answer ends before what was sent")
+        self._note(event._replace(text=rest))
+        return data if rest == event.text else _with_text(data, rest)
+
+    def _note(self, event: Event) -> None:
+        self.text += event.text
+        self.done |= event.done
+        self._finished |= event.finish
+        self._used |= event.usage
+        self._plain &= event.plain
+        self._began = True
+
+
+def _with_text(data: bytes, text: str) -> bytes:
+    """The event with its text replaced."""
+    chunk = msgspec.json.decode(data.strip()[5:].strip())
+    choice = chunk["choices"][0]
+    if choice.get("delta") is not None:
+        choice["delta"]["content"] = text
+    else:
+        choice["text"] = text
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"

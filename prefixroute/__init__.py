@@ -1,0 +1,84 @@
+"""Independent LLM engines act as one prefix cache.
+
+Each node mirrors its own engine's KV cache exactly, nodes gossip compact digests, and a node that receives a prompt
+decides by itself, in microseconds, whether to serve it or to forward it once. Start at `Node`.
+"""
+
+from .chain import TokenChain
+from .decision import Decision, Explanation, Outcome, OutcomeKind
+from .domain import Domain
+from .errors import DecodeError, PrefixRouteError, UsageError
+from .events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    ContentSpan,
+    DatagramRejected,
+    DomainMismatch,
+    EngineBatch,
+    EngineEvent,
+    Namespace,
+    NodeEvent,
+    PeerChanged,
+    PushBackChanged,
+    ReplicaChanged,
+    ResidencyChanged,
+    StreamGap,
+    StreamRestarted,
+    UnknownEvent,
+)
+from .fleet import Candidate
+from .gossip import Datagram
+from .load import LoadReport, PushBackSettings, PushBackState
+from .node import EndpointStats, Node, NodeSettings, NodeStats
+from .policy import POLICIES, Choice, GreedyCost, LeastLoad, LongestMatch, NoRouting, Policy
+from .residency import Residency
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "POLICIES",
+    "BlocksCleared",
+    "BlocksRemoved",
+    "BlocksStored",
+    "Candidate",
+    "Choice",
+    "ContentSpan",
+    "Datagram",
+    "DatagramRejected",
+    "Decision",
+    "DecodeError",
+    "Domain",
+    "DomainMismatch",
+    "EndpointStats",
+    "EngineBatch",
+    "EngineEvent",
+    "Explanation",
+    "GreedyCost",
+    "LeastLoad",
+    "LoadReport",
+    "LongestMatch",
+    "Namespace",
+    "NoRouting",
+    "Node",
+    "NodeEvent",
+    "NodeSettings",
+    "NodeStats",
+    "Outcome",
+    "OutcomeKind",
+    "PeerChanged",
+    "Policy",
+    "PrefixRouteError",
+    "PushBackChanged",
+    "PushBackSettings",
+    "PushBackState",
+    "ReplicaChanged",
+    "Residency",
+    "ResidencyChanged",
+    "StreamGap",
+    "StreamRestarted",
+    "TokenChain",
+    "UnknownEvent",
+    "UsageError",
+    "__version__",
+]

@@ -1,0 +1,171 @@
+"""The asyncio edge: runs a node over a transport of the caller's.
+
+Rules:
+1. A transport carries datagrams, may lose, repeat and reorder them, and never makes the node wait: an error in sending
+   is counted and forgotten, since gossip heals loss.
+2. Leaving the driver's context cancels its tasks and closes the transport; nothing goes on behind the caller's back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Hashable
+from types import TracebackType
+from typing import Protocol
+
+from typing_extensions import Self
+
+from .errors import UsageError
+from .events import NodeEvent
+from .node import Node
+
+MAX_QUEUED_DATAGRAMS = 4096
+"""Received and not yet handled; beyond it the newest are dropped, as a kernel's socket buffer would."""
+
+
+class Transport(Protocol):
+    """What carries datagrams: UDP, HTTP, ZeroMQ, NATS or anything else the caller has."""
+
+    async def send(self, address: Hashable, data: bytes) -> None:
+        """Send one datagram; may fail with `OSError`, which is counted."""
+        ...  # pragma: no cover
+
+    async def receive(self) -> tuple[bytes, Hashable]:
+        """Wait for a datagram; return it and where it came from."""
+        ...  # pragma: no cover
+
+    async def close(self) -> None:
+        """Release what the transport holds."""
+        ...  # pragma: no cover
+
+
+class UdpTransport:
+    """Datagrams over UDP. Addresses are (host, port)."""
+
+    def __init__(self, endpoint: asyncio.DatagramTransport, inbox: asyncio.Queue[tuple[bytes, Hashable]]) -> None:
+        self._endpoint = endpoint
+        self._inbox = inbox
+
+    @classmethod
+    async def open(cls, host: str = "127.0.0.1", port: int = 0) -> UdpTransport:
+        """Bind a UDP socket; port 0 takes a free one. Raises `OSError` when it cannot be bound."""
+        inbox: asyncio.Queue[tuple[bytes, Hashable]] = asyncio.Queue(MAX_QUEUED_DATAGRAMS)
+        loop = asyncio.get_running_loop()
+        endpoint, _ = await loop.create_datagram_endpoint(lambda: _Inbox(inbox), local_addr=(host, port))
+        return cls(endpoint, inbox)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The bound (host, port)."""
+        host, port = self._endpoint.get_extra_info("sockname")[:2]
+        return host, port
+
+    async def send(self, address: Hashable, data: bytes) -> None:
+        """Hand one datagram to the kernel. Raises `UsageError` for an address that is no (host, port)."""
+        if not isinstance(address, tuple):
+            raise UsageError(f"a UDP address is (host, port), not {address!r}")
+        self._endpoint.sendto(data, address)
+
+    async def receive(self) -> tuple[bytes, Hashable]:
+        """Wait for a datagram."""
+        return await self._inbox.get()
+
+    async def close(self) -> None:
+        """Close the socket."""
+        self._endpoint.close()
+
+
+class _Inbox(asyncio.DatagramProtocol):
+    def __init__(self, inbox: asyncio.Queue[tuple[bytes, Hashable]]) -> None:
+        self._inbox = inbox
+
+    def datagram_received(self, data: bytes, addr: Hashable) -> None:
+        if not self._inbox.full():
+            self._inbox.put_nowait((data, addr))
+
+    def error_received(self, exc: Exception) -> None:
+        # ICMP "port unreachable" of a dead peer: liveness will find out by silence.
+        return
+
+
+class Driver:
+    """Runs a node's gossip over a transport while its context is open.
+
+    `on_event` is called for each node event, in the event loop; an error in it ends the driver. `clock` is any
+    monotonic clock in seconds; give `driver.now()` to every call of the node.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        transport: Transport,
+        on_event: Callable[[NodeEvent], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.node = node
+        self.transport = transport
+        self.now = clock
+        self._on_event = on_event
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [
+            asyncio.create_task(self._receive(), name=f"prefixroute-receive-{self.node.node}"),
+            asyncio.create_task(self._beat(), name=f"prefixroute-beat-{self.node.node}"),
+        ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def wake(self) -> None:
+        """Look at the node's timers and outbox again, after a call that may have changed them."""
+        self._wake.set()
+
+    async def wait(self) -> None:
+        """Wait until a task of the driver fails, and raise its error."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    async def close(self) -> None:
+        """Stop the driver and close its transport; what was not sent is dropped. Safe to repeat."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        await self.transport.close()
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    async def _receive(self) -> None:
+        while True:
+            data, source = await self.transport.receive()
+            self.node.receive_datagram(data, source, self.now())
+            await self._flush()
+
+    async def _beat(self) -> None:
+        while True:
+            self.node.handle_timer(self.now())
+            await self._flush()
+            pause = max(self.node.next_timer() - self.now(), 0.0)
+            self._wake.clear()
+            try:
+                await asyncio.wait_for(self._wake.wait(), pause)
+            except asyncio.TimeoutError:
+                continue
+
+    async def _flush(self) -> None:
+        for address, data in self.node.datagrams_to_send(self.now()):
+            try:
+                await self.transport.send(address, data)
+            except OSError:
+                self.node.counters["send_errors"] += 1
+        for event in self.node.events():
+            if self._on_event is not None:
+                self._on_event(event)

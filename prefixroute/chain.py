@@ -1,0 +1,246 @@
+"""The strided chain: 64-bit keys of a prompt's prefixes, in the form a search asks for and in streaming form.
+
+Definition (S = 32 blocks, one canonical block = `block_tokens` tokens as u32 little-endian):
+
+    b(d)   = S * ((d - 1) // S)                                the last multiple of S below d
+    key(0) = root key of the namespace
+    key(d) = xxh3_64(blocks b(d)+1 .. d, seed = key(b(d)) ^ mix)
+
+Rules:
+1. One definition, two forms that agree bit for bit: `TokenChain` hashes only the depths that are asked for,
+   `ChainCursor` streams block by block and can start at any depth.
+2. A block in which content items (images, audio) start is followed by a 32-byte digest of each, in order. No
+   token sequence imitates one: eight ids of a real vocabulary (< 2**20) hit given 32 bytes with chance 2**-96.
+   Keys are chained, so blocks that an item overlaps further on carry its id as well.
+3. What travels is the upper 48 bits (`wire_key`): sorting full keys sorts wire keys.
+
+S = 32 costs at most 2 KiB of hashing a probe, about 0.15 us, and 111 ns a block when streaming; 16 and 64 were
+within noise of it for searches.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from .errors import UsageError
+from .events import DEFAULT_NAMESPACE, ContentSpan, Namespace
+
+STRIDE = 32
+WIRE_BITS = 48
+TOKEN_BYTES = 4
+_LIMIT = 2**32
+
+
+class ChainSpec(NamedTuple):
+    """What the chain's arithmetic needs of a domain: block length in tokens, and the secret's 64-bit mix."""
+
+    block_tokens: int
+    mix: int = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's packed tokens."""
+        return self.block_tokens * TOKEN_BYTES
+
+
+def wire_key(key: int) -> int:
+    """Return the 48 bits of `key` that travel and that the index holds."""
+    return key >> 16
+
+
+def content_digest(content_id: str, offset: int) -> bytes:
+    """Return the 32 bytes that stand in the chain for an item starting `offset` tokens into its block."""
+    return blake2b(content_id.encode(), digest_size=32, salt=offset.to_bytes(8, "little")).digest()
+
+
+def block_extras(contents: Iterable[ContentSpan], block_tokens: int) -> dict[int, bytes]:
+    """Return block index -> digests of the items that start in it, in order of start, then id."""
+    extras: dict[int, bytes] = {}
+    for item in sorted(contents, key=lambda item: (item.start, item.content_id)):
+        block, offset = divmod(item.start, block_tokens)
+        extras[block] = extras.get(block, b"") + content_digest(item.content_id, offset)
+    return extras
+
+
+def pack_tokens(tokens: Any) -> bytes:
+    """Pack token ids as u32 little-endian, 5.5 ns an id from a list and a copy from a u32 buffer.
+
+    Takes any sequence of ints, or any one-dimensional buffer of integers, contiguous or not. Raises `UsageError`
+    that says what to pass for text, bytes, floats, and ids outside 0 .. 2**32 - 1.
+    """
+    if isinstance(tokens, (list, tuple)):
+        return _pack_sequence(tokens)
+    if isinstance(tokens, (str, bytes, bytearray)):
+        raise UsageError(
+            f"tokens must be token ids, not {type(tokens).__name__}: tokenise text first, and wrap packed ids as "
+            "numpy.frombuffer(data, dtype='<u4')"
+        )
+    try:
+        view = np.asarray(tokens if hasattr(tokens, "__array__") else memoryview(tokens))
+    except (TypeError, ValueError, NotImplementedError):
+        if isinstance(tokens, Sequence):
+            return _pack_sequence(tokens)
+        raise UsageError(f"tokens must be a sequence or a buffer of integers, not {type(tokens).__name__}") from None
+    return _pack_buffer(view, bare_bytes=isinstance(tokens, memoryview) and tokens.format in ("B", "b", "c"))
+
+
+def _pack_sequence(tokens: Sequence[int]) -> bytes:
+    try:
+        packed = array("I", tokens)
+    except OverflowError:
+        raise UsageError("token ids must be in 0 .. 2**32 - 1") from None
+    except TypeError:
+        raise UsageError("tokens must be integers: pass the tokenizer's ids") from None
+    if sys.byteorder == "big":  # pragma: no cover - the wire is little-endian
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _pack_buffer(view: np.ndarray[Any, Any], bare_bytes: bool) -> bytes:
+    if bare_bytes:
+        raise UsageError("a bare byte buffer is ambiguous: pass numpy.frombuffer(data, dtype='<u4')")
+    if view.ndim != 1:
+        raise UsageError(f"tokens must be one-dimensional, not of shape {view.shape}: pass one prompt at a time")
+    if view.dtype.kind not in "iu":
+        raise UsageError(f"tokens must be integers, not {view.dtype}: pass the tokenizer's ids")
+    wide = view.dtype.itemsize > TOKEN_BYTES or view.dtype.kind == "i"
+    if wide and view.size and (int(view.min()) < 0 or int(view.max()) >= _LIMIT):
+        raise UsageError("token ids must be in 0 .. 2**32 - 1")
+    return view.astype("<u4", copy=False).tobytes()
+
+
+class TokenChain:
+    """A prompt prepared for routing: packed at most once, hashed only at the depths that are asked for.
+
+    `depth` is the number of full blocks. Make it with `Node.chain`. `key(1)` packs only the first block, so a
+    prompt that nobody holds costs about a microsecond; any other depth costs one hash of at most 32 blocks and the
+    boundaries below it, each hashed once.
+    """
+
+    __slots__ = ("_bounds", "_extras", "_first", "_packed", "_tokens", "depth", "n_tokens", "namespace", "root", "spec")
+
+    def __init__(
+        self,
+        spec: ChainSpec,
+        root: int,
+        tokens: Any,
+        contents: Sequence[ContentSpan] = (),
+        namespace: Namespace = DEFAULT_NAMESPACE,
+    ) -> None:
+        self.spec = spec
+        self.root = root
+        self.namespace = namespace
+        self._packed: bytes | None = None
+        if isinstance(tokens, list):
+            self._tokens: Any = tokens
+            self.n_tokens = len(tokens)
+        else:
+            self._tokens = None
+            self._packed = pack_tokens(tokens)
+            self.n_tokens = len(self._packed) // TOKEN_BYTES
+        self.depth = self.n_tokens // spec.block_tokens
+        self._bounds = [root]
+        self._first = 0
+        self._extras: dict[int, bytes] = {}
+        if contents:
+            for item in contents:
+                if not 0 <= item.start < max(self.n_tokens, 1):
+                    raise UsageError(f"content {item.content_id!r} starts at {item.start}, outside the prompt")
+            self._extras = block_extras(contents, spec.block_tokens)
+
+    @property
+    def packed(self) -> bytes:
+        """The prompt's tokens as u32 little-endian, packed on first use."""
+        if self._packed is None:
+            self._packed = _pack_sequence(self._tokens)
+            self._tokens = None
+        return self._packed
+
+    def key(self, depth: int) -> int:
+        """Return the 64-bit key of the first `depth` blocks, 0 <= depth <= self.depth."""
+        if depth == 1:
+            if not self._first:
+                self._first = self._first_key()
+            return self._first
+        if depth == 0:
+            return self.root
+        stride = (depth - 1) // STRIDE
+        bounds = self._bounds
+        while len(bounds) <= stride:
+            bounds.append(self._hash(len(bounds) - 1, len(bounds) * STRIDE))
+        return self._hash(stride, depth)
+
+    def wire(self, depth: int) -> int:
+        """Return the wire key of the first `depth` blocks."""
+        return self.key(depth) >> 16
+
+    def block(self, index: int) -> bytes:
+        """Return what block `index` (from 0) contributes to the chain: its tokens, then its items' digests."""
+        size = self.spec.block_bytes
+        return self.packed[index * size : (index + 1) * size] + self._extras.get(index, b"")
+
+    def extras(self) -> dict[int, bytes]:
+        """Return block index -> digests of the content items that start in it."""
+        return self._extras
+
+    def check_tokens(self) -> None:
+        """Raise `UsageError` for ids that cannot be packed; a miss at the first block would leave them unseen."""
+        _ = self.packed
+
+    def _first_key(self) -> int:
+        if self._packed is None:
+            data = _pack_sequence(self._tokens[: self.spec.block_tokens])
+        else:
+            data = self._packed[: self.spec.block_bytes]
+        return xxh3_64_intdigest(data + self._extras.get(0, b""), self.root ^ self.spec.mix)
+
+    def _hash(self, stride: int, depth: int) -> int:
+        size = self.spec.block_bytes
+        lower = stride * STRIDE
+        if self._extras:
+            data = b"".join(map(self.block, range(lower, depth)))
+        else:
+            packed = self._packed if self._packed is not None else self.packed
+            data = packed[lower * size : depth * size]
+        return xxh3_64_intdigest(data, self._bounds[stride] ^ self.spec.mix)
+
+
+class ChainCursor:
+    """The chain in streaming form: push blocks, get keys, 0.1 us a block; starts at the root or at any depth."""
+
+    __slots__ = ("_state", "depth", "key", "spec")
+
+    def __init__(self, spec: ChainSpec, root: int) -> None:
+        self.spec = spec
+        self.depth = 0
+        self.key = root
+        self._state: Any = None
+
+    @classmethod
+    def resume(cls, spec: ChainSpec, depth: int, boundary_key: int, blocks: bytes) -> ChainCursor:
+        """Continue at `depth`, given the key at its stride's lower boundary and the blocks since that boundary.
+
+        With no block since the boundary, `depth` is a multiple of 32 and `boundary_key` is its own key.
+        """
+        cursor = cls(spec, boundary_key)
+        cursor.depth = depth
+        if blocks:
+            cursor._state = xxh3_64(blocks, seed=boundary_key ^ spec.mix)
+            cursor.key = cursor._state.intdigest()
+        return cursor
+
+    def push(self, block: bytes) -> int:
+        """Append one block (its tokens, then its items' digests) and return the key at the new depth."""
+        if self.depth % STRIDE == 0:
+            self._state = xxh3_64(seed=self.key ^ self.spec.mix)
+        self._state.update(block)
+        self.depth += 1
+        self.key = self._state.intdigest()
+        return self.key

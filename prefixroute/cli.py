@@ -1,0 +1,137 @@
+"""The command line: ``prefixroute COMMAND ...``.
+
+Rules:
+1. A command imports what it needs when it runs: ``prefixroute --help`` works with no extra installed.
+2. A user's mistake is one clear line on standard error and exit code 2; nothing has been started by then.
+3. COMMANDS is the list of commands; each is a line there and two functions, one for options, one to run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from . import __version__
+from .errors import UsageError
+
+USAGE_ERROR = 2
+
+
+class Command(NamedTuple):
+    """A subcommand: its name, one line of help, its options, and what it does (returns the exit code)."""
+
+    name: str
+    help: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises UsageError instead of printing its usage and leaving the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+# --- demo --------------------------------------------------------------------------------------------------
+
+
+class EngineDefaults(NamedTuple):
+    """What the demo asks of a kind of engine unless told otherwise: load, and cache in blocks of 16 tokens."""
+
+    requests: int
+    rate: float
+    capacity_blocks: int
+
+
+ENGINE_DEFAULTS = {
+    "emulated": EngineDefaults(requests=800, rate=14.0, capacity_blocks=800),
+    # Two cores prefill about 1,700 tokens a second between them, half of it for the client and the sidecars.
+    "vllm": EngineDefaults(requests=120, rate=1.2, capacity_blocks=800),
+}
+DEMO_POLICIES = ("default", "greedy", "longest", "least", "none")
+
+
+def _demo_options(parser: argparse.ArgumentParser) -> None:
+    emulated, vllm = ENGINE_DEFAULTS["emulated"], ENGINE_DEFAULTS["vllm"]
+    add = parser.add_argument
+    add("--nodes", type=int, default=4, metavar="N", help="nodes, each an engine and a sidecar (4)")
+    add(
+        "--requests",
+        type=int,
+        metavar="N",
+        help=f"requests of a run ({emulated.requests}; with vllm {vllm.requests})",
+    )
+    add(
+        "--rate",
+        type=float,
+        metavar="R",
+        help=f"requests a second over all nodes ({emulated.rate:g}; with vllm {vllm.rate:g})",
+    )
+    add("--seed", type=int, default=1, metavar="S", help="seed of the workload (1)")
+    add("--zipf", type=float, default=1.1, metavar="X", help="skew over subjects, 0 for none (1.1)")
+    add("--capacity-blocks", type=int, metavar="N", help="cache of an engine in blocks of 16 tokens (800)")
+    add("--engine", choices=tuple(ENGINE_DEFAULTS), default="emulated", help="kind of engine (emulated)")
+    add("--policy", choices=DEMO_POLICIES, default="default", help="policy of the routed run (default)")
+    add("--mmlu", type=Path, metavar="DIR", help="read MMLU's CSV files (DIR/dev, DIR/test), not made-up text")
+    add("--kill", metavar="NODE@FRACTION", help="kill a node in the middle of each run, as node-2@0.5")
+    add("--out", type=Path, default=Path("demo-out"), metavar="DIR", help="report, plots, logs (demo-out)")
+    add("--json", metavar="FILE", help='write the figures as JSON too ("-": standard output)')
+
+
+def _run_demo(options: argparse.Namespace) -> int:
+    try:
+        demo = importlib.import_module("prefixroute_lan4.demo")
+    except ImportError as error:
+        raise UsageError(f"the demo needs its extra, run: pip install 'prefixroute[demo]' ({error})") from error
+    return int(demo.run_options(options, ENGINE_DEFAULTS[options.engine]))
+
+
+COMMANDS = (
+    Command(
+        "demo",
+        "run the same requests through four nodes, without routing and with it",
+        _demo_options,
+        _run_demo,
+    ),
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all COMMANDS."""
+    parser = _Parser(prog="prefixroute", description="Independent LLM engines act as one prefix cache.")
+    parser.add_argument("--version", action="version", version=f"prefixroute {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        command.add_options(subparser)
+        subparser.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 when it failed, 2 for a user's mistake, 130 on Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = "prefixroute"
+    try:
+        options = build_parser().parse_args(arguments)
+        name = f"prefixroute {options.command}"
+        return int(options.run(options))
+    except UsageError as error:
+        print(f"{name}: {_one_line(error)}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _one_line(error: UsageError) -> str:
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

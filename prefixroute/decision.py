@@ -1,0 +1,148 @@
+"""What `Node.route` returns and what the caller reports back: plain data.
+
+Rules:
+1. A decision names its target, the fallbacks in order, the expected gain and the reason, and keeps every candidate that
+   was weighed, so that it can explain itself later.
+2. An outcome is reported once for each attempt; late, repeated and missing reports are harmless.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from .fleet import Candidate
+from .load import LoadReport
+
+
+class OutcomeKind(Enum):
+    """How an attempt ended."""
+
+    SERVED = "served"
+    REFUSED = "refused"
+    FAILED = "failed"
+    TIMED_OUT = "timed out"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one attempt ended; make it with one of the class methods.
+
+    `cached_tokens` is the engine's own count, `ttft_s` the time to first token in seconds as the caller saw it, `load`
+    what the server's reply said of its load.
+    """
+
+    kind: OutcomeKind
+    reason: str = ""
+    cached_tokens: int | None = None
+    ttft_s: float | None = None
+    load: LoadReport | None = None
+
+    @classmethod
+    def served(
+        cls, cached_tokens: int | None = None, ttft_s: float | None = None, load: LoadReport | None = None
+    ) -> Outcome:
+        """The request was answered."""
+        return cls(OutcomeKind.SERVED, "", cached_tokens, ttft_s, load)
+
+    @classmethod
+    def refused(cls, reason: str = "", load: LoadReport | None = None) -> Outcome:
+        """The target turned the request away (503); it is left alone for a while, and the request goes elsewhere."""
+        return cls(OutcomeKind.REFUSED, reason, load=load)
+
+    @classmethod
+    def failed(cls, reason: str = "") -> Outcome:
+        """The target could not be reached, or broke off; forwards to it are suspended at once."""
+        return cls(OutcomeKind.FAILED, reason)
+
+    @classmethod
+    def timed_out(cls, reason: str = "") -> Outcome:
+        """The target did not answer in time; counts as a failure."""
+        return cls(OutcomeKind.TIMED_OUT, reason)
+
+    @classmethod
+    def cancelled(cls) -> Outcome:
+        """The client went away; says nothing about the target."""
+        return cls(OutcomeKind.CANCELLED)
+
+
+class Decision(NamedTuple):
+    """Where a prompt goes. `target` and `fallbacks` are endpoints; `url` is the target's service address.
+
+    `expected_saving_s` is against serving it at the origin, 0.0 when that is what is done or not possible.
+    """
+
+    id: int
+    target: str
+    local: bool
+    url: str
+    fallbacks: tuple[str, ...]
+    prompt_tokens: int
+    matched_tokens: int
+    expected_ttft_s: float
+    expected_saving_s: float
+    reason: str
+    candidates: tuple[Candidate, ...]
+
+
+class Explanation(NamedTuple):
+    """A decision, term by term."""
+
+    decision: Decision
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain JSON values; times in milliseconds."""
+        d = self.decision
+        return {
+            "decision": d.id,
+            "target": d.target,
+            "local": d.local,
+            "url": d.url,
+            "reason": d.reason,
+            "prompt_tokens": d.prompt_tokens,
+            "matched_tokens": d.matched_tokens,
+            "expected_ttft_ms": _ms(d.expected_ttft_s),
+            "expected_saving_ms": _ms(d.expected_saving_s),
+            "fallbacks": list(d.fallbacks),
+            "candidates": [
+                {
+                    "endpoint": c.endpoint,
+                    "local": c.local,
+                    "matched_tokens": c.matched_tokens,
+                    "confidence": round(c.confidence, 3),
+                    "rtt_ms": _ms(c.rtt_s),
+                    "wait_ms": _ms(c.wait_s),
+                    "overhead_ms": _ms(c.overhead_s),
+                    "prefill_ms": _ms(c.prefill_s),
+                    "cost_ms": _ms(c.cost_s),
+                    "push_back": c.state.name.lower(),
+                    "age_ms": _ms(c.age_s),
+                }
+                for c in d.candidates
+            ],
+        }
+
+    def text(self) -> str:
+        """Return a table for people; times in milliseconds, the chosen candidate marked."""
+        d = self.decision
+        lines = [
+            f"{d.prompt_tokens} tokens -> {d.target} ({d.reason}); {d.matched_tokens} cached there, "
+            f"first token in {_ms(d.expected_ttft_s)} ms, saves {_ms(d.expected_saving_s)} ms",
+            f"  {'endpoint':<24}{'match':>7}{'conf':>6}{'rtt':>8}{'wait':>9}{'fixed':>8}{'prefill':>9}{'cost':>9}"
+            "  push-back   age",
+        ]
+        for c in d.candidates:
+            mark = "*" if c.endpoint == d.target else " "
+            name = c.endpoint + (" (local)" if c.local else "")
+            lines.append(
+                f"{mark} {name:<24}{c.matched_tokens:>7}{c.confidence:>6.2f}{_ms(c.rtt_s):>8}{_ms(c.wait_s):>9}"
+                f"{_ms(c.overhead_s):>8}{_ms(c.prefill_s):>9}{_ms(c.cost_s):>9}  {c.state.name.lower():<9}"
+                f"{_ms(c.age_s):>8}"
+            )
+        return "\n".join(lines)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 2)

@@ -1,0 +1,240 @@
+"""The wire: datagrams in and out, as pure functions.
+
+Layout of a datagram (docs/wire.md has it in full; golden files pin it):
+
+    magic "PRT1" 4 | kind 1 | domain fingerprint 8 | tag 16 | body: MessagePack
+
+Rules:
+1. The tag is keyed BLAKE2b-128 over everything but itself, with the cluster's secret. It is checked before a byte of
+   the body is read.
+2. Every length is bounded by the datagram's own length and by the limits below before anything is allocated.
+3. Any bytes give a value or `DecodeError`; nothing else.
+4. Wire keys travel sorted, 48 bits little-endian each, cut by key range into parts that fit the receiver's budget.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from hashlib import blake2b
+from hmac import compare_digest
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from .chain import WIRE_BITS
+from .errors import DecodeError
+
+MAGIC = b"PRT1"
+TAG_BYTES = 16
+HEADER_BYTES = len(MAGIC) + 1 + 8 + TAG_BYTES
+MAX_DATAGRAM_BYTES = 65536
+KEY_BYTES = WIRE_BITS // 8
+KEY_LIMIT = 1 << WIRE_BITS
+
+Keys: TypeAlias = NDArray[np.uint64]
+"""Wire keys, strictly ascending."""
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=80)]
+Url = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=256)]
+Reason = Annotated[str, msgspec.Meta(max_length=64)]
+U32 = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+U48 = Annotated[int, msgspec.Meta(ge=0, le=KEY_LIMIT)]
+U63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+U64 = int
+"""Compared only, never used to count or allocate; msgspec bounds it to 64 bits by its own encoding."""
+Percent = Annotated[int, msgspec.Meta(ge=0, le=100)]
+
+
+class Kind(IntEnum):
+    """What a datagram asks for: SYN an answer, SYN_ACK what its sender lacks, ACK nothing."""
+
+    SYN = 1
+    SYN_ACK = 2
+    ACK = 3
+
+
+class LoadWire(msgspec.Struct, frozen=True, array_like=True):
+    """What an endpoint says of its load, in the units of the names; 0 = not known."""
+
+    running: U32 = 0
+    waiting: U32 = 0
+    queued_tokens: U63 = 0
+    prefill_tokens_per_s: U32 = 0
+    overhead_us: U32 = 0
+    capacity_tokens: U63 = 0
+    kv_used_percent: Percent = 0
+    state: Annotated[int, msgspec.Meta(ge=0, le=2)] = 0
+    ttl_ms: U32 = 0
+    reason: Reason = ""
+    hit_unit: U32 = 0
+    confidence_percent: Percent = 100
+
+
+class Want(msgspec.Struct, frozen=True, array_like=True):
+    """A transfer that its sender has begun to receive, and the key from which it lacks the rest."""
+
+    incarnation: U63
+    since: U63
+    version: U63
+    cursor: U48
+
+
+class VectorEntry(msgspec.Struct, frozen=True, array_like=True):
+    """What a node says it holds of one endpoint: version 0 is nothing.
+
+    `heartbeat` orders the load reports of one incarnation; `age_ms` is how old the owner's last word is.
+    """
+
+    endpoint: Name
+    incarnation: U63
+    heartbeat: U63
+    version: U63 = 0
+    age_ms: U32 = 0
+    load: LoadWire | None = None
+    want: Want | None = None
+
+
+class Update(msgspec.Struct, frozen=True, array_like=True):
+    """A change of one endpoint's set, `since` -> `version`, or the part of it with `lower` <= key < `upper`.
+
+    A snapshot has `since` 0. `checksum` is that of the whole set at `version`.
+    """
+
+    endpoint: Name
+    incarnation: U63
+    since: U63
+    version: U63
+    checksum: U64
+    lower: U48
+    upper: U48
+    added: bytes
+    removed: bytes
+    url: Url = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether this part is the whole change."""
+        return self.lower == 0 and self.upper == KEY_LIMIT
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """A datagram's body. `domain` holds the readable fields until the sender has heard from the receiver.
+
+    `complete` says that `vector` lists every endpoint that the sender holds.
+    """
+
+    sender: Name
+    nonce: U63 = 0
+    echo: U63 = 0
+    complete: bool = False
+    domain: Annotated[dict[Name, Text], msgspec.Meta(max_length=16)] | None = None
+    vector: list[VectorEntry] = []
+    updates: list[Update] = []
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """A datagram that was verified: its kind, its domain's fingerprint and its body."""
+
+    kind: Kind
+    fingerprint: bytes
+    message: Message
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode_part(part: VectorEntry | Update) -> bytes:
+    """Encode one entry or update, so that a sender can weigh it before it picks what fits."""
+    return _encoder.encode(part)
+
+
+def encode(
+    kind: Kind,
+    fingerprint: bytes,
+    secret: bytes,
+    head: Message,
+    vector: list[bytes] | None = None,
+    updates: list[bytes] | None = None,
+) -> bytes:
+    """Encode a datagram from `head` and parts that were encoded by `encode_part`."""
+    fields: list[Any] = [head.sender, head.nonce, head.echo, head.complete, head.domain]
+    fields.append([msgspec.Raw(part) for part in vector or ()])
+    fields.append([msgspec.Raw(part) for part in updates or ()])
+    body = _encoder.encode(fields)
+    front = MAGIC + bytes([kind]) + fingerprint
+    return front + _tag(secret, front, body) + body
+
+
+def overhead_bytes(head: Message) -> int:
+    """Upper bound of what a datagram costs beside its parts."""
+    bare = [head.sender, head.nonce, head.echo, head.complete, head.domain, [], []]
+    return HEADER_BYTES + len(_encoder.encode(bare)) + 8
+
+
+def decode(data: bytes, secret: bytes) -> Envelope:
+    """Decode and verify a datagram.
+
+    Raises `DecodeError` of kind ``oversized``, ``truncated``, ``magic``, ``version``, ``forged``, ``kind`` or
+    ``malformed``. A foreign domain is no error here: compare `Envelope.fingerprint`.
+    """
+    if len(data) > MAX_DATAGRAM_BYTES:
+        raise DecodeError("oversized", f"{len(data)} bytes, at most {MAX_DATAGRAM_BYTES}")
+    if len(data) < HEADER_BYTES:
+        raise DecodeError("truncated", f"{len(data)} bytes, at least {HEADER_BYTES}")
+    if data[:3] != MAGIC[:3]:
+        raise DecodeError("magic", "not a prefixroute datagram")
+    if data[:4] != MAGIC:
+        raise DecodeError("version", f"wire version {data[3:4]!r}, this is {MAGIC[3:4]!r}")
+    at = HEADER_BYTES - TAG_BYTES
+    front, tag, body = data[:at], data[at:HEADER_BYTES], data[HEADER_BYTES:]
+    if not compare_digest(tag, _tag(secret, front, body)):
+        raise DecodeError("forged", "the tag does not verify: corrupted, forged, or made with another secret")
+    try:
+        kind = Kind(front[4])
+    except ValueError:
+        raise DecodeError("kind", f"unknown datagram kind {front[4]}") from None
+    try:
+        message = _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError("malformed", str(error)) from None
+    return Envelope(kind, front[5:13], message)
+
+
+def pack_keys(keys: Keys) -> bytes:
+    """Pack wire keys, 6 bytes each."""
+    return keys.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :KEY_BYTES].tobytes()
+
+
+def unpack_keys(data: bytes, lower: int, upper: int) -> Keys:
+    """Unpack wire keys and check that they ascend within [lower, upper). Raises `DecodeError` of kind ``keys``."""
+    if len(data) % KEY_BYTES:
+        raise DecodeError("keys", f"{len(data)} bytes are no whole number of keys")
+    wide = np.zeros((len(data) // KEY_BYTES, 8), np.uint8)
+    wide[:, :KEY_BYTES] = np.frombuffer(data, np.uint8).reshape(-1, KEY_BYTES)
+    keys = wide.view("<u8").reshape(-1).astype(np.uint64, copy=False)
+    if len(keys) and (int(keys[0]) < lower or int(keys[-1]) >= upper or bool((keys[1:] <= keys[:-1]).any())):
+        raise DecodeError("keys", "keys do not ascend within their range")
+    return keys
+
+
+def checksum(keys: Keys) -> int:
+    """Order-free 64-bit checksum of a set of wire keys: the sum of their mixes. O(n), 3 ns a key."""
+    return int(_mix(keys).sum(dtype=np.uint64)) if len(keys) else 0
+
+
+def _mix(keys: Keys) -> Keys:
+    """The splitmix64 finaliser (Steele, Lea, Flood, OOPSLA 2014)."""
+    x = keys + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _tag(secret: bytes, front: bytes, body: bytes) -> bytes:
+    state = blake2b(front, digest_size=TAG_BYTES, key=secret, person=b"datagram-tag")
+    state.update(body)
+    return state.digest()

@@ -1,0 +1,97 @@
+"""An endpoint that this node owns: the mirror of its engine, what it publishes, and what it advertises.
+
+Rules:
+1. The engine's events are the truth. Without any, after `SILENT_AFTER` served prompts, what was routed stands in for
+   them, and an event says so (Dynamo #11984).
+2. What is advertised is the worse of what a probe saw and what this node has booked: a probe lags by its interval, and
+   vLLM's gauges read 0 while prompts are in prefill (0.32.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import gcd
+
+from .chain import TokenChain
+from .domain import Domain
+from .events import EngineBatch, NodeEvent, PushBackChanged, ResidencyChanged, StreamRestarted
+from .fleet import Standing
+from .gossip import Copy
+from .history import RoutingHistory
+from .load import Advert, LoadReport, PushBack, PushBackSettings, PushBackState, filled
+from .replica import OwnedSet
+from .residency import Residency
+from .tree import Changes
+
+SILENT_AFTER = 16
+"""Prompts of two blocks or more served without one engine event, after which the stream is taken for dead."""
+
+
+class LocalEndpoint:
+    """The owner's side of one endpoint. Methods return the node events to tell."""
+
+    __slots__ = ("_served_silently", "copy", "domain", "history", "keys", "push_back", "report", "residency", "unit")
+
+    def __init__(self, copy: Copy, domain: Domain, push_back: PushBackSettings, credited: Sequence[str]) -> None:
+        assert isinstance(copy.keys, OwnedSet)
+        self.copy = copy
+        self.keys = copy.keys
+        self.domain = domain
+        self.residency = Residency(domain, credited)
+        self.push_back = PushBack(push_back)
+        self.report = LoadReport()
+        self.history: RoutingHistory | None = None
+        self.unit = 0
+        """Greatest common divisor of the cached tokens that the engine reported: its hit unit, learnt."""
+        self._served_silently = 0
+
+    def apply(self, batch: EngineBatch) -> tuple[Changes, list[NodeEvent]]:
+        """Apply what the engine did; return the wire keys that came and went, and what there is to tell."""
+        if self.history is None or not batch.events:
+            return self._apply(batch)
+        # The engine speaks after all: what was guessed gives way to what it says.
+        self.history = None
+        return self._apply(EngineBatch((StreamRestarted(), *batch.events), batch.rank, batch.ts))
+
+    def served(self, chain: TokenChain, cached_tokens: int | None) -> tuple[Changes, list[NodeEvent]]:
+        """Learn from a prompt that the engine served; return what `apply` would."""
+        if cached_tokens is not None:
+            self.unit = gcd(self.unit, cached_tokens)
+        told: list[NodeEvent] = []
+        if self.history is None:
+            if self.residency.counts.batches or chain.depth < 2:
+                return Changes(set(), set()), told
+            self._served_silently += 1
+            if self._served_silently < SILENT_AFTER:
+                return Changes(set(), set()), told
+            capacity = self.report.capacity_tokens // self.domain.block_size
+            self.history = RoutingHistory(capacity) if capacity else RoutingHistory()
+            reason = f"{SILENT_AFTER} prompts served and no engine event: is the event stream on? Going by history"
+            told.append(ResidencyChanged(self.copy.endpoint, "silent", reason))
+        changes, more = self._apply(self.history.served(chain))
+        return changes, told + more
+
+    def advertise(self, standing: Standing, ttl_s: float, now: float) -> list[NodeEvent]:
+        """Bring the advert up to date; `ttl_s` is how long peers honour push-back that is not renewed."""
+        report = filled(self.report, standing.estimate)
+        rate = report.prefill_tokens_per_s
+        queued = max(report.queued_tokens, round(standing.ledger.wait_s(now) * rate))
+        changed = self.push_back.update(queued / rate, report, now)
+        state, reason = self.push_back.state, self.push_back.reason
+        report = replace(report, queued_tokens=queued, refusing=state is PushBackState.REFUSING, reason=reason)
+        unit, confidence = self.residency.hit_unit or self.unit, self.residency.confidence
+        self.copy.advert = Advert(report, state, ttl_s if state is not PushBackState.OPEN else 0.0, unit, confidence)
+        return [PushBackChanged(self.copy.endpoint, state.name.lower(), reason)] if changed else []
+
+    def _apply(self, batch: EngineBatch) -> tuple[Changes, list[NodeEvent]]:
+        residency, name = self.residency, self.copy.endpoint
+        partial, restarts = residency.partial, residency.counts.restarts
+        residency.apply(batch)
+        told: list[NodeEvent] = []
+        if residency.counts.restarts != restarts:
+            told.append(ResidencyChanged(name, "restarted", "the engine began a new life"))
+        if residency.partial != partial:
+            state, reason = ("partial", "events were lost") if residency.partial else ("exact", "cleared")
+            told.append(ResidencyChanged(name, state, reason))
+        return self.keys.note(*residency.take_changes()), told

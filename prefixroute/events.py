@@ -1,0 +1,188 @@
+"""Plain data that crosses the library's borders: what an engine did, and what a node has to tell.
+
+Rules:
+1. Engine events are engine-neutral. An adapter turns its engine's stream into them; `residency` applies them.
+2. Token ids are non-negative and below 2**32. An adapter may pass any sequence of ints.
+3. Node events tell, they never ask: a caller that ignores them all loses nothing but the news.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Handle: TypeAlias = int | bytes
+"""An engine's own opaque block hash. It never leaves the node."""
+
+GPU, CPU, DISK = "gpu", "cpu", "disk"
+"""Tiers. An adapter may pass another lower-case word; it is kept apart and given no credit."""
+
+FULL_ATTENTION_KINDS = frozenset({"", "full_attention", "mla_attention"})
+"""Group kinds whose blocks hold everything a prefix needs; any other kind only confirms (vLLM >= 0.22)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentSpan:
+    """An image, audio clip or other item whose placeholder tokens start at `start`.
+
+    In a prompt `start` counts tokens from the prompt's beginning; in `BlocksStored.contents` from the
+    beginning of the event's tokens. `content_id` is whatever names the content: its hash, usually.
+    Keys are chained, so the block in which an item starts carries the id for all blocks after it.
+    """
+
+    content_id: str
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What separates caches inside one domain: LoRA adapter name, and tenant or cache salt.
+
+    The salt comes from the trusted caller. Two namespaces share nothing.
+    """
+
+    lora: str = ""
+    salt: str = ""
+
+
+DEFAULT_NAMESPACE = Namespace()
+"""No adapter, no salt."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """The engine cached blocks, root side first.
+
+    `parent` is the handle before the first one, None at the root. `tokens` covers the whole span, or is empty
+    when the engine did not say. `namespace` matters at the root only; below it the parent's is inherited.
+    `mappable` is False when the adapter knows that content identity cannot be told from the event (an image
+    without an offset): such blocks are counted, never matched.
+    """
+
+    handles: tuple[Handle, ...]
+    parent: Handle | None
+    tokens: Sequence[int]
+    block_size: int
+    tier: str = GPU
+    group: int = 0
+    group_kind: str = ""
+    namespace: Namespace = DEFAULT_NAMESPACE
+    contents: tuple[ContentSpan, ...] = ()
+    mappable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """The engine dropped one physical copy of each of these blocks from one tier of one group.
+
+    `last_copy` is True when the engine says that no copy is left (vLLM #48933 proposes it).
+    """
+
+    handles: tuple[Handle, ...]
+    tier: str = GPU
+    group: int = 0
+    last_copy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCleared:
+    """The engine dropped every block of `tier`, or of all tiers when it is None."""
+
+    tier: str | None = GPU
+
+
+@dataclass(frozen=True, slots=True)
+class StreamGap:
+    """`missing` messages were lost and could not be replayed (0 when the number is unknown)."""
+
+    missing: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRestarted:
+    """The engine's process began a new life with an empty cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownEvent:
+    """An event that could not be used: its tag, and why. It never costs its siblings."""
+
+    tag: str
+    reason: str = "unknown tag"
+
+
+EngineEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared | StreamGap | StreamRestarted | UnknownEvent
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBatch:
+    """What one engine step did, in order. `ts` is the engine's wall clock in seconds, for identity only."""
+
+    events: tuple[EngineEvent, ...]
+    rank: int = 0
+    ts: float = 0.0
+
+
+# --- what a node tells -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DatagramRejected:
+    """A datagram could not be used; `kind` is a counter's word (``forged``, ``truncated``, ``version``, ...)."""
+
+    source: object
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DomainMismatch:
+    """A peer serves another domain: overlap with it would be silently zero, so it is refused loudly."""
+
+    source: object
+    peer: str
+    field: str
+    ours: str
+    theirs: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerChanged:
+    """A peer became ``heard``, ``suspected``, ``suspended`` (forwards to it fail) or ``forgotten``."""
+
+    peer: str
+    state: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaChanged:
+    """A peer endpoint's replica was replaced, or discarded (``checksum``, ``incarnation``)."""
+
+    endpoint: str
+    state: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PushBackChanged:
+    """A local endpoint began or ended to refuse forwarded work."""
+
+    endpoint: str
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyChanged:
+    """A local endpoint's residency became ``partial``, ``exact`` or ``restarted``, and why."""
+
+    endpoint: str
+    state: str
+    reason: str
+
+
+NodeEvent: TypeAlias = (
+    DatagramRejected | DomainMismatch | PeerChanged | ReplicaChanged | PushBackChanged | ResidencyChanged
+)

@@ -1,0 +1,91 @@
+"""Prometheus metrics of a node, as text. Needs the extra `metrics` (prometheus-client).
+
+Rule: metrics are read off the node when they are scraped; nothing on the request path touches a metrics library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from .node import EndpointStats, Node, NodeStats
+
+_GROUPS = {
+    "rejected_": ("prefixroute_datagrams_rejected", "Datagrams that could not be used.", "kind"),
+    "domain_mismatch_": ("prefixroute_domain_mismatches", "Peers refused, by the field that differs.", "field"),
+    "updates_": ("prefixroute_updates", "Updates by what became of them.", "verdict"),
+    "outcomes_": ("prefixroute_outcomes", "Reported outcomes.", "kind"),
+    "decisions_": ("prefixroute_decisions", "Decisions: local, or forward.", "target"),
+}
+"""Counter prefix -> family name, help, label."""
+
+_ENDPOINT_GAUGES = {
+    "blocks": "Canonical blocks known to be matchable.",
+    "version": "Version of the endpoint's set.",
+    "age_s": "Seconds since the owner's own last word.",
+    "confidence": "Share of a match that is counted.",
+    "rtt_s": "Network round trip in seconds.",
+    "wait_s": "Expected wait in seconds.",
+    "usable": "Whether the endpoint is a candidate.",
+}
+
+
+class _NodeCollector(Collector):
+    def __init__(self, node: Node, now: float) -> None:
+        self._node, self._now = node, now
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._node.stats(self._now)
+        yield from _counters(stats)
+        yield from _gauges(stats)
+
+
+def render(node: Node, now: float) -> bytes:
+    """Return the node's metrics in Prometheus' text format. O(endpoints)."""
+    registry = CollectorRegistry()
+    registry.register(_NodeCollector(node, now))
+    return generate_latest(registry)
+
+
+def _counters(stats: NodeStats) -> Iterator[Metric]:
+    families: dict[str, CounterMetricFamily] = {}
+    for name, value in sorted(stats.counters.items()):
+        for prefix, (family, text, label) in _GROUPS.items():
+            if name.startswith(prefix):
+                metric = families.setdefault(family, CounterMetricFamily(family, text, labels=["node", label]))
+                metric.add_metric([stats.node, name[len(prefix) :]], value)
+                break
+        else:
+            family = f"prefixroute_{name}"
+            families[family] = CounterMetricFamily(family, name.replace("_", " ").capitalize() + ".", labels=["node"])
+            families[family].add_metric([stats.node], value)
+    yield from families.values()
+
+
+def _gauges(stats: NodeStats) -> Iterator[Metric]:
+    for field, text in _ENDPOINT_GAUGES.items():
+        name = field.replace("_s", "_seconds") if field.endswith("_s") else field
+        gauge = GaugeMetricFamily(f"prefixroute_endpoint_{name}", text, labels=["node", "endpoint", "local"])
+        for row in stats.endpoints:
+            gauge.add_metric([stats.node, row.endpoint, _flag(row)], float(getattr(row, field)))
+        yield gauge
+    state = GaugeMetricFamily(
+        "prefixroute_endpoint_push_back", "1 for the state that holds.", labels=["node", "endpoint", "state"]
+    )
+    for row in stats.endpoints:
+        state.add_metric([stats.node, row.endpoint, row.push_back], 1.0)
+    yield state
+    index = GaugeMetricFamily("prefixroute_index_keys", "Distinct keys in the merged index.", labels=["node"])
+    index.add_metric([stats.node], stats.index_keys)
+    yield index
+    flights = GaugeMetricFamily("prefixroute_in_flight", "Decisions without a final outcome.", labels=["node"])
+    flights.add_metric([stats.node], stats.in_flight)
+    yield flights
+
+
+def _flag(row: EndpointStats) -> str:
+    return "true" if row.local else "false"

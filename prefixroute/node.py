@@ -1,0 +1,375 @@
+"""The node: the only object that a transport or a server touches.
+
+Bytes and clock readings go in; bytes, decisions and events come out. Nothing here waits, and nothing that a peer or an
+engine sends raises.
+
+    transport   receive_datagram(data, source, now)   datagrams_to_send(now)   next_timer()   handle_timer(now)
+    engine      apply(endpoint, batch, now)           set_load(endpoint, report, now)
+    server      route(prompt, now) -> Decision        first_token(decision, now)   report(decision, outcome, now)
+    operator    events()   counters   stats(now)      explain(decision)
+
+`now` is any clock in seconds that does not go back; only differences matter.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .chain import ChainSpec, TokenChain
+from .decision import Decision, Explanation, Outcome
+from .domain import Domain
+from .endpoint import LocalEndpoint
+from .errors import UsageError
+from .events import DEFAULT_NAMESPACE, ContentSpan, EngineBatch, Namespace, NodeEvent, PeerChanged
+from .fleet import Standing
+from .gossip import Copy, Datagram, Gossip, GossipSettings, Peer
+from .load import LoadReport, PushBackSettings
+from .policy import GreedyCost, Policy
+from .residency import Residency
+from .router import Flight, Router
+from .tree import Changes
+
+MAX_EVENTS = 1024
+"""Node events kept for a caller that does not drain them; older ones go first."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings(GossipSettings):
+    """Settings of a node: gossip's, push-back's, and `outcome_timeout_s`, after which a missing report is given up."""
+
+    push_back: PushBackSettings = field(default_factory=PushBackSettings)
+    outcome_timeout_s: float = 120.0
+    max_in_flight: int = 65536
+
+
+class EndpointStats(NamedTuple):
+    """One endpoint as a node knows it, for operators. `age_s` is since the owner's last word."""
+
+    endpoint: str
+    local: bool
+    url: str
+    incarnation: int
+    version: int
+    blocks: int
+    age_s: float
+    confidence: float
+    rtt_s: float
+    wait_s: float
+    push_back: str
+    usable: bool
+
+
+class NodeStats(NamedTuple):
+    """A node's view at one moment."""
+
+    node: str
+    endpoints: tuple[EndpointStats, ...]
+    peers: dict[str, str]
+    index_keys: int
+    in_flight: int
+    counters: dict[str, int]
+
+
+class Node:
+    """One node of the fleet. `node` is its name, unique in the cluster and without a slash.
+
+    Raises `UsageError` for names and settings that cannot be used.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        domain: Domain,
+        *,
+        rng: random.Random,
+        now: float,
+        settings: NodeSettings | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        self.node = _name(node)
+        self.domain = domain
+        self.settings = settings or NodeSettings()
+        self.counters: Counter[str] = Counter()
+        self._spec = ChainSpec(domain.block_size, domain.mix)
+        self._events: deque[NodeEvent] = deque(maxlen=MAX_EVENTS)
+        self._locals: dict[str, LocalEndpoint] = {}
+        self._now = now
+        self._router = Router(
+            policy or GreedyCost(),
+            domain.block_size,
+            self.settings.outcome_timeout_s,
+            self.settings.push_back.ttl_s,
+            self.settings.max_in_flight,
+            rng,
+            self._events.append,
+            self.counters,
+            self._learn,
+        )
+        self._index, self._fleet = self._router.index, self._router.fleet
+        self._gossip = Gossip(
+            node, domain, self.settings, rng, now, self._events.append, self.counters, self._index_replica
+        )
+
+    # --- membership ----------------------------------------------------------------------------------------
+
+    def add_endpoint(
+        self,
+        name: str = "0",
+        *,
+        url: str = "",
+        incarnation: int,
+        now: float,
+        credited: Sequence[str] = ("gpu", "cpu"),
+    ) -> str:
+        """Own an endpoint (an engine, or one data-parallel rank of it); return its id, "node/name".
+
+        `incarnation` orders the lives of the endpoint's process: wall-clock nanoseconds at its start will do, since an
+        owner that meets a later one of itself moves past it. `url` is where peers forward to, opaque here.
+        """
+        endpoint = f"{self.node}/{_name(name)}"
+        if endpoint in self._locals:
+            raise UsageError(f"endpoint {endpoint!r} was added already")
+        if not 0 < incarnation < 2**63:
+            raise UsageError("incarnation must be in 1 .. 2**63 - 1; time.time_ns() will do")
+        if len(url) > 256 or len(endpoint) > 80:
+            raise UsageError("an endpoint's url has at most 256 characters and its id at most 80")
+        copy = Copy(endpoint, True, incarnation, now, url)
+        self._locals[endpoint] = LocalEndpoint(copy, self.domain, self.settings.push_back, credited)
+        self._gossip.copies[endpoint] = copy
+        self._join(copy, now)
+        return endpoint
+
+    def add_peer(self, node: str, address: Hashable, now: float) -> None:
+        """Gossip with another node at `address`, which is the transport's own and opaque here."""
+        if node == self.node:
+            raise UsageError("a node is no peer of itself")
+        peer = self._gossip.peers.get(_name(node))
+        if peer is not None:
+            peer.address = address
+            return
+        self._gossip.peers[node] = Peer(node, address, now)
+        for standing in self._fleet.standings.values():
+            if _owner(standing.name) == node:
+                standing.peer = self._gossip.peers[node]
+
+    def remove_peer(self, node: str, now: float) -> None:
+        """Stop gossiping with a node and forget its endpoints. O(its keys)."""
+        if self._gossip.peers.pop(node, None) is None:
+            return
+        for endpoint in [name for name in self._gossip.copies if _owner(name) == node]:
+            self._gossip.forget(endpoint, "removed")
+        self._follow_copies(now)
+        self._events.append(PeerChanged(node, "removed"))
+
+    # --- transport -----------------------------------------------------------------------------------------
+
+    def receive_datagram(self, data: bytes, source: Hashable, now: float) -> None:
+        """Take a datagram. Bad bytes are counted and told by an event, never raised."""
+        self._now = now
+        self._gossip.receive(data, source, now)
+        self._follow_copies(now)
+
+    def datagrams_to_send(self, now: float) -> list[Datagram]:
+        """Return the datagrams to send now; each is returned once."""
+        return self._gossip.take_outbox()
+
+    def next_timer(self) -> float:
+        """Return the clock reading at which `handle_timer` wants to be called."""
+        return self._gossip.next_round_at
+
+    def handle_timer(self, now: float) -> None:
+        """Do what is due: advertise, sweep, gossip. O(endpoints)."""
+        self._now = now
+        if now < self._gossip.next_round_at:
+            return
+        for endpoint in self._locals:
+            self._advertise(endpoint, now)
+        self._gossip.round(now)
+        self._follow_copies(now)
+        self._fleet.refresh_all(now)
+        self._router.expire(now)
+
+    def events(self) -> list[NodeEvent]:
+        """Return and forget what there is to tell; at most `MAX_EVENTS` are kept."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    # --- engine --------------------------------------------------------------------------------------------
+
+    def apply(self, endpoint: str, batch: EngineBatch, now: float) -> None:
+        """Apply what the endpoint's engine did. Never raises for its content."""
+        self._took(endpoint, *self._local(endpoint).apply(batch))
+
+    def set_load(self, endpoint: str, report: LoadReport, now: float) -> None:
+        """Take a probe's report of the endpoint's engine."""
+        local = self._local(endpoint)
+        local.report = report
+        local.residency.capacity_tokens = report.capacity_tokens
+        self._advertise(endpoint, now)
+        self._fleet.refresh(self._fleet.standings[endpoint], now)
+
+    def load(self, endpoint: str, now: float) -> LoadReport:
+        """Return what the endpoint advertises right now; fit to ride in a reply."""
+        self._local(endpoint)
+        self._advertise(endpoint, now)
+        return self._gossip.copies[endpoint].advert.report
+
+    def residency(self, endpoint: str) -> Residency:
+        """Return the mirror of a local endpoint's engine, to look at."""
+        return self._local(endpoint).residency
+
+    # --- server --------------------------------------------------------------------------------------------
+
+    def chain(
+        self, tokens: Any, *, namespace: Namespace = DEFAULT_NAMESPACE, contents: Sequence[ContentSpan] = ()
+    ) -> TokenChain:
+        """Prepare a prompt, so that it is packed and hashed once however often it is used.
+
+        `tokens` is a sequence of ints or a one-dimensional integer buffer. Raises `UsageError` that says what to pass.
+        """
+        return TokenChain(self._spec, self.domain.root_key(namespace), tokens, contents, namespace)
+
+    def route(
+        self,
+        prompt: Any,
+        now: float,
+        *,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        contents: Sequence[ContentSpan] = (),
+        forwarded: bool = False,
+    ) -> Decision:
+        """Decide who serves a prompt: tokens, or a chain made by `chain`. Books the expected work at the target.
+
+        With `forwarded`, as for a request that another node sent here, only local endpoints are considered. Raises
+        `UsageError` when tokens cannot be used, or when no endpoint at all is known.
+        """
+        chain = prompt if isinstance(prompt, TokenChain) else self.chain(prompt, namespace=namespace, contents=contents)
+        return self._router.route(chain, forwarded, now)
+
+    def first_token(self, decision: Decision, now: float) -> None:
+        """Note that the target's first token came: its prefill is done, so its booked work is released."""
+        self._router.first_token(decision.id, now)
+
+    def report(self, decision: Decision, outcome: Outcome, now: float) -> str | None:
+        """Take an attempt's outcome; return the endpoint to try next, or None when there is nothing (more) to try."""
+        return self._router.report(decision.id, outcome, now)
+
+    def explain(self, decision: Decision) -> Explanation:
+        """Return every term of every candidate that the decision weighed."""
+        return Explanation(decision)
+
+    def endpoint_url(self, endpoint: str) -> str:
+        """Return an endpoint's service address, "" if it is not known."""
+        copy = self._gossip.copies.get(endpoint)
+        return copy.url if copy is not None else ""
+
+    def stats(self, now: float) -> NodeStats:
+        """Return the node's view of everything it knows. O(endpoints)."""
+        rows = []
+        for standing in self._fleet.standings.values():
+            copy = standing.copy
+            rows.append(
+                EndpointStats(
+                    standing.name,
+                    copy.mine,
+                    copy.url,
+                    copy.incarnation,
+                    copy.keys.version,
+                    self._locals[standing.name].residency.canonical_blocks if copy.mine else len(copy.keys),
+                    copy.age_s(now),
+                    standing.confidence,
+                    standing.rtt_s,
+                    standing.wait_s(now),
+                    standing.state(now).name.lower(),
+                    bool(standing.bit & self._fleet.usable),
+                )
+            )
+        peers = {peer.node: peer.state for peer in self._gossip.peers.values()}
+        return NodeStats(
+            self.node, tuple(rows), peers, len(self._index), len(self._router.flights), dict(self.counters)
+        )
+
+    # --- upkeep --------------------------------------------------------------------------------------------
+
+    def _learn(self, flight: Flight, standing: Standing, outcome: Outcome) -> None:
+        """A request was served: by a local endpoint, its engine's speed and cache show."""
+        local = self._locals.get(standing.name)
+        if local is None:
+            return
+        if outcome.ttft_s is not None and outcome.cached_tokens is not None:
+            uncached = flight.decision.prompt_tokens - outcome.cached_tokens
+            standing.estimate.add(uncached, outcome.ttft_s, flight.queued)
+        self._took(standing.name, *local.served(flight.chain, outcome.cached_tokens))
+
+    def _took(self, endpoint: str, changes: Changes, told: list[NodeEvent]) -> None:
+        if changes.added or changes.removed:
+            self._index.update(endpoint, changes.added, changes.removed)
+        self._events.extend(told)
+
+    def _advertise(self, endpoint: str, now: float) -> None:
+        standing, ttl_s = self._fleet.standings[endpoint], self.settings.push_back.ttl_s
+        self._events.extend(self._locals[endpoint].advertise(standing, ttl_s, now))
+
+    def _index_replica(self, endpoint: str, added: Iterable[int], removed: Iterable[int]) -> None:
+        """Gossip changed a replica's keys."""
+        if endpoint not in self._fleet.standings:
+            self._join(self._gossip.copies[endpoint], self._now)
+        self._index.update(endpoint, added, removed)
+
+    def _join(self, copy: Copy, now: float) -> None:
+        self._index.join(copy.endpoint)
+        peer = self._gossip.peers.get(_owner(copy.endpoint))
+        self._fleet.add(Standing(copy, peer, self._index.bit(copy.endpoint)), now)
+
+    def _follow_copies(self, now: float) -> None:
+        """Bring standings up to date with what gossip learnt: endpoints that came, went, or spoke."""
+        copies = self._gossip.copies
+        for endpoint in [name for name in self._fleet.standings if name not in copies]:
+            self._fleet.drop(endpoint)
+            self._index.leave(endpoint, ())
+        for endpoint in self._gossip.take_touched():
+            copy = copies.get(endpoint)
+            if copy is None:
+                continue
+            if endpoint not in self._fleet.standings:
+                self._join(copy, now)
+            else:
+                self._fleet.refresh(self._fleet.standings[endpoint], now)
+
+    def _local(self, endpoint: str) -> LocalEndpoint:
+        try:
+            return self._locals[endpoint]
+        except KeyError:
+            raise UsageError(f"{endpoint!r} is no endpoint of this node: it has {sorted(self._locals)}") from None
+
+    def _check(self) -> None:
+        """Assert that index, fleet, replicas and residencies agree. O(blocks)."""
+        assert set(self._fleet.standings) == set(self._gossip.copies)
+        self._fleet._check()
+        expected: dict[str, set[int]] = {}
+        for endpoint, copy in self._gossip.copies.items():
+            copy.keys._check()
+            if copy.mine:
+                residency = self._locals[endpoint].residency
+                residency._check()
+                expected[endpoint] = {key >> 16 for key in residency.keys()}  # noqa: SIM118
+            else:
+                expected[endpoint] = set(copy.keys.tolist())
+        self._index._check(expected)
+
+
+def _name(text: str) -> str:
+    """Check a node's or endpoint's name."""
+    if not isinstance(text, str) or not 0 < len(text) <= 40 or "/" in text:
+        raise UsageError(f"a name has 1 to 40 characters and no slash, not {text!r}")
+    return text
+
+
+def _owner(endpoint: str) -> str:
+    """The node that an endpoint belongs to."""
+    return endpoint.partition("/")[0]

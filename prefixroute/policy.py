@@ -1,0 +1,85 @@
+"""Routing policies: which of the weighed candidates serves a prompt, and who comes next if it fails.
+
+Rules:
+1. A policy sees a handful of candidates, costs included, and returns them in order of preference with a reason. It
+   has no clock and no randomness but what it is given.
+2. Vetoes are not its business: who is suspended, refusing or unheard is no candidate. Of overloaded endpoints it sees
+   one only if there is nobody else, local included: an absolute veto makes a busy fleet recompute everything.
+3. A forwarded request is never forwarded again; the node asks no policy then.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from .fleet import Candidate
+
+
+class Choice(NamedTuple):
+    """Candidates in order of preference, the first one chosen, and why."""
+
+    order: tuple[Candidate, ...]
+    reason: str
+
+
+class Policy(Protocol):
+    """What a routing policy is: one method, called for each prompt, with at least one candidate."""
+
+    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+        """Return the candidates in order of preference."""
+        ...  # pragma: no cover
+
+
+class GreedyCost:
+    """Least expected time to first token; local on a tie."""
+
+    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+        """Sort by cost."""
+        order = tuple(sorted(candidates, key=_cost)) if len(candidates) > 1 else tuple(candidates)
+        best = order[0]
+        if best.local:
+            return Choice(order, "local is cheapest" if best.matched_tokens else "local: nobody is cheaper")
+        if best.depth > max((c.depth for c in candidates if c.local), default=0):
+            return Choice(order, "longer cached prefix")
+        return Choice(order, "shorter wait")
+
+
+class LongestMatch:
+    """The paper's rule: local if it has the longest match, else a random endpoint of those that have it."""
+
+    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+        """Sort by depth, local before peers, peers in random order."""
+        order = tuple(sorted(candidates, key=lambda c: (-c.depth, not c.local, rng.random())))
+        return Choice(order, "longest match" if order[0].depth else "no match")
+
+
+class LeastLoad:
+    """Shortest wait, network included; prefixes are ignored."""
+
+    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+        """Sort by wait and round trip."""
+        return Choice(tuple(sorted(candidates, key=lambda c: (c.wait_s + c.rtt_s, not c.local))), "least load")
+
+
+class NoRouting:
+    """Serve where the request arrived; a gateway without an endpoint of its own takes one at random."""
+
+    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+        """Local first, by cost; peers only as fallbacks."""
+        order = tuple(sorted(candidates, key=lambda c: (not c.local, c.cost_s if c.local else rng.random())))
+        return Choice(order, "no routing")
+
+
+POLICIES: dict[str, type[GreedyCost] | type[LongestMatch] | type[LeastLoad] | type[NoRouting]] = {
+    "greedy": GreedyCost,
+    "longest": LongestMatch,
+    "least": LeastLoad,
+    "none": NoRouting,
+}
+"""Policies by the name that command lines and configuration files use."""
+
+
+def _cost(candidate: Candidate) -> tuple[float, bool]:
+    return (candidate.cost_s, not candidate.local)

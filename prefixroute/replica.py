@@ -1,0 +1,287 @@
+"""Single-writer sets, and the table that says which change applies to which copy.
+
+An endpoint's set is written by its owner only, so the pair (incarnation, version) orders all its states. It only
+grows, in lexicographic order; every loss, repetition, reordering and restart is one question: does this change apply
+to the pair that I hold? The answer is the table below, and it is the same for every order of arrival.
+
+| life    | reach   | snapshot  | delta                       |
+|---------|---------|-----------|-----------------------------|
+| nothing | any     | replace   | want a snapshot             |
+| older   | any     | drop      | drop                        |
+| newer   | any     | replace   | want a snapshot             |
+| same    | past    | duplicate | duplicate                   |
+| same    | next    | replace   | apply                       |
+| same    | overlap | replace   | want the delta since mine   |
+| same    | ahead   | replace   | want the delta since mine   |
+
+*life* compares incarnations (held against arriving), *reach* the change's versions with the held one v: past, to <= v;
+next, from = v; overlap, from < v < to; ahead, from > v. After a change its checksum is compared; when it differs the
+copy is discarded and a snapshot wanted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from enum import Enum
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from .digest import Keys, checksum
+from .tree import Changes
+
+LOG_BYTES = 256 * 1024
+"""Bound of a set's log of changes: about 16,000 changed keys, a minute of 250 blocks a second."""
+
+NO_KEYS: Keys = np.empty(0, np.uint64)
+
+
+class Life(Enum):
+    """How the arriving incarnation compares with the held one."""
+
+    NOTHING = "nothing"
+    OLDER = "older"
+    SAME = "same"
+    NEWER = "newer"
+
+
+class Reach(Enum):
+    """How a change's versions compare with the held version."""
+
+    PAST = "past"
+    NEXT = "next"
+    OVERLAP = "overlap"
+    AHEAD = "ahead"
+
+
+class Verdict(Enum):
+    """What becomes of a change. Anything but apply and replace is normal too, and only counted."""
+
+    DROP = "drop"
+    DUPLICATE = "duplicate"
+    APPLY = "apply"
+    REPLACE = "replace"
+    WANT_DELTA = "want delta"
+    WANT_SNAPSHOT = "want snapshot"
+
+
+_SNAPSHOT, _DELTA = True, False
+
+TABLE: dict[tuple[Life, Reach | None, bool], Verdict] = {
+    (Life.NOTHING, None, _SNAPSHOT): Verdict.REPLACE,
+    (Life.NOTHING, None, _DELTA): Verdict.WANT_SNAPSHOT,
+    (Life.OLDER, None, _SNAPSHOT): Verdict.DROP,
+    (Life.OLDER, None, _DELTA): Verdict.DROP,
+    (Life.NEWER, None, _SNAPSHOT): Verdict.REPLACE,
+    (Life.NEWER, None, _DELTA): Verdict.WANT_SNAPSHOT,
+    (Life.SAME, Reach.PAST, _SNAPSHOT): Verdict.DUPLICATE,
+    (Life.SAME, Reach.PAST, _DELTA): Verdict.DUPLICATE,
+    (Life.SAME, Reach.NEXT, _SNAPSHOT): Verdict.REPLACE,
+    (Life.SAME, Reach.NEXT, _DELTA): Verdict.APPLY,
+    (Life.SAME, Reach.OVERLAP, _SNAPSHOT): Verdict.REPLACE,
+    (Life.SAME, Reach.OVERLAP, _DELTA): Verdict.WANT_DELTA,
+    (Life.SAME, Reach.AHEAD, _SNAPSHOT): Verdict.REPLACE,
+    (Life.SAME, Reach.AHEAD, _DELTA): Verdict.WANT_DELTA,
+}
+
+
+def judge(held: tuple[int, int], incarnation: int, since: int, version: int) -> Verdict:
+    """Look a change up in the table. `held` is (incarnation, version), (0, 0) for nothing; `since` 0 is a snapshot."""
+    held_incarnation, held_version = held
+    snapshot = since == 0
+    if held_incarnation == 0:
+        return TABLE[Life.NOTHING, None, snapshot]
+    if incarnation != held_incarnation:
+        return TABLE[Life.OLDER if incarnation < held_incarnation else Life.NEWER, None, snapshot]
+    if version <= held_version:
+        reach = Reach.PAST
+    elif since == held_version:
+        reach = Reach.NEXT
+    else:
+        reach = Reach.OVERLAP if since < held_version else Reach.AHEAD
+    return TABLE[Life.SAME, reach, snapshot]
+
+
+class Change(NamedTuple):
+    """The net difference of a set between two versions, and the checksum at the later one."""
+
+    since: int
+    version: int
+    added: Keys
+    removed: Keys
+    checksum: int
+
+
+class _Step(NamedTuple):
+    since: int
+    version: int
+    added: Keys
+    removed: Keys
+    checksum: int
+
+    @property
+    def nbytes(self) -> int:
+        return 64 + self.added.nbytes + self.removed.nbytes
+
+
+class WriterSet:
+    """A sorted set of wire keys at one version, with the log of how it came there.
+
+    Arrays are replaced, never written, so a frozen snapshot is a reference.
+    """
+
+    __slots__ = ("_checksum", "_frozen", "_log", "_log_bytes", "keys", "version")
+
+    def __init__(self) -> None:
+        self.keys: Keys = NO_KEYS
+        self.version = 0
+        self._checksum = 0
+        self._log: deque[_Step] = deque()
+        self._log_bytes = 0
+        self._frozen: Change | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def tolist(self) -> list[int]:
+        """Return the keys as Python ints."""
+        return self.keys.tolist()
+
+    @property
+    def checksum(self) -> int:
+        """Checksum of the keys, kept up to date in O(change)."""
+        return self._checksum
+
+    def advance(self, version: int, added: Keys, removed: Keys) -> None:
+        """Apply a net change that leads to `version`. O(n) copied bytes."""
+        keys = self.keys
+        if len(removed):
+            at = np.searchsorted(keys, removed)
+            keys = np.delete(keys, at)
+        if len(added):
+            keys = np.insert(keys, np.searchsorted(keys, added), added)
+        self._checksum = (self._checksum + checksum(added) - checksum(removed)) % 2**64
+        step = _Step(self.version, version, added, removed, self._checksum)
+        self.keys, self.version = keys, version
+        self._log.append(step)
+        self._log_bytes += step.nbytes
+        while self._log_bytes > LOG_BYTES:
+            self._log_bytes -= self._log.popleft().nbytes
+
+    def fits(self, added: Keys, removed: Keys) -> bool:
+        """Whether every removed key is held and no added one is: what a net change to this very state must satisfy."""
+        return bool(self.holds(removed).all()) and not bool(self.holds(added).any())
+
+    def holds(self, keys: Keys) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Return for each of `keys` whether it is in the set. O(len(keys) log n)."""
+        at = np.searchsorted(self.keys, keys)
+        found = np.zeros(len(keys), np.bool_)
+        inside = at < len(self.keys)
+        found[inside] = self.keys[at[inside]] == keys[inside]
+        return found
+
+    def replace(self, version: int, keys: Keys) -> None:
+        """Become `keys` at `version`, with an empty log."""
+        self.keys, self.version, self._checksum = keys, version, checksum(keys)
+        self._log.clear()
+        self._log_bytes = 0
+        self._frozen = None
+
+    def change(self, since: int, until: int) -> Change | None:
+        """Return the net change from version `since` to `until`, or None if the log does not reach. O(changes)."""
+        added: set[int] = set()
+        removed: set[int] = set()
+        at = since
+        last = None
+        for step in self._log:
+            if step.since < since:
+                continue
+            if step.since != at or step.version > until:
+                break
+            for key in step.removed.tolist():
+                added.remove(key) if key in added else removed.add(key)
+            for key in step.added.tolist():
+                removed.remove(key) if key in removed else added.add(key)
+            at, last = step.version, step
+        if at != until or last is None:
+            return None
+        return Change(since, until, _sorted(added), _sorted(removed), last.checksum)
+
+    def snapshot(self) -> Change:
+        """Return the set as a change from nothing, frozen so that a transfer in parts can go on while it changes.
+
+        The frozen state is kept as long as the log leads from it to the present; then a receiver that has it whole
+        catches up by a delta.
+        """
+        frozen = self._frozen
+        if frozen is not None and (
+            frozen.version == self.version or (self._log and self._log[0].since <= frozen.version)
+        ):
+            return frozen
+        self._frozen = Change(0, self.version, self.keys, NO_KEYS, self._checksum)
+        return self._frozen
+
+    def _check(self) -> None:
+        """Assert order, checksum and the log's continuity. O(n)."""
+        assert not bool((self.keys[1:] <= self.keys[:-1]).any())
+        assert self._checksum == checksum(self.keys)
+        assert self._log_bytes == sum(step.nbytes for step in self._log) <= LOG_BYTES
+        steps = list(self._log)
+        assert all(a.version == b.since for a, b in pairwise(steps))
+        assert not steps or steps[-1].version == self.version
+
+
+class OwnedSet(WriterSet):
+    """The owner's side: 64-bit keys come and go, wire keys are published.
+
+    Two local keys may share a wire key (1.8e-5 pairs expected at 100k keys), so repetitions are counted: the wire key
+    goes when the last of them does.
+    """
+
+    __slots__ = ("_pending", "_repeats")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = 1
+        self._pending = Changes(set(), set())
+        self._repeats: dict[int, int] = {}
+
+    def note(self, gained: Iterable[int], lost: Iterable[int]) -> Changes:
+        """Take 64-bit keys that came and went; return the wire keys that did. O(changes log n)."""
+        noted = Changes(set(), set())
+        for key in lost:
+            wire = key >> 16
+            repeats = self._repeats.get(wire, 0)
+            if repeats:
+                self._repeats[wire] = repeats - 1
+                if repeats == 1:
+                    del self._repeats[wire]
+            else:
+                noted.lose(wire)
+                self._pending.lose(wire)
+        wires = [key >> 16 for key in gained]
+        published = self.holds(np.array(wires, np.uint64)).tolist()
+        for wire, is_published in zip(wires, published, strict=True):
+            if wire in self._pending.added or (is_published and wire not in self._pending.removed):
+                self._repeats[wire] = self._repeats.get(wire, 0) + 1
+            else:
+                noted.gain(wire)
+                self._pending.gain(wire)
+        return noted
+
+    def publish(self) -> bool:
+        """Step the version if anything was noted since the last step. O(n) copied bytes."""
+        pending = self._pending
+        if not pending.added and not pending.removed:
+            return False
+        self.advance(self.version + 1, _sorted(pending.added), _sorted(pending.removed))
+        self._pending = Changes(set(), set())
+        return True
+
+
+def _sorted(keys: set[int]) -> Keys:
+    array = np.fromiter(keys, np.uint64, len(keys))
+    array.sort()
+    return array

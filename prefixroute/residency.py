@@ -1,0 +1,462 @@
+"""Which prefixes an endpoint's engine really holds: its event stream, turned into changes of the radix tree.
+
+Rules (each has a recorded stream or a named issue behind it):
+1. State is keyed by (group, handle) and counted per tier. vLLM stores a block twice when a prompt is exactly k blocks
+   long, or when two equal requests run at once, and removes it twice (vLLM #48933, Dynamo #8012).
+2. A block whose parent is unknown is parked and attached when the parent comes (llm-d-kv-cache #372).
+3. Handles map to tokens only when len(tokens) == len(handles) * block_size; otherwise the blocks are counted, never
+   matched (vLLM #44451). An event without tokens gives a known handle a copy in another tier.
+4. Engine blocks of any size become canonical blocks (`reblock`). One is held while all its tokens are.
+5. Blocks are placed by full-attention groups, and a prefix counts only if every such group holds it. Window and state
+   groups are counted, and enter the hit unit (AIBrix #2285).
+6. A gap makes the residency partial: what was known before it is doubtful until it is stored again or removed.
+7. Nothing that an engine sends raises: unknown removals and unusable events are counters.
+
+Memory: about 350 bytes per engine block, plus the tree's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import NamedTuple
+
+from .chain import TOKEN_BYTES, ChainSpec, pack_tokens
+from .domain import Domain
+from .errors import UsageError
+from .events import (
+    CPU,
+    FULL_ATTENTION_KINDS,
+    GPU,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    ContentSpan,
+    EngineBatch,
+    EngineEvent,
+    Handle,
+    StreamGap,
+    StreamRestarted,
+    UnknownEvent,
+)
+from .reblock import Reblocker, Span
+from .tree import Changes, RadixTree
+
+DOUBT = 0.5
+"""Confidence in a block that was known before a gap: nobody saw it go, but its removal may have been lost."""
+
+
+@dataclass(slots=True)
+class StreamCounts:
+    """What a stream has brought so far, in blocks unless the name says otherwise.
+
+    `orphans` came before their parent; `hash_only` came without usable tokens; `inflated` counts the times that more
+    copies were live than the engine has blocks, which proves lost removals.
+    """
+
+    batches: int = 0
+    events: int = 0
+    stored: int = 0
+    removed: int = 0
+    clears: int = 0
+    unknown_events: int = 0
+    unknown_removals: int = 0
+    hash_only: int = 0
+    orphans: int = 0
+    gaps: int = 0
+    restarts: int = 0
+    inflated: int = 0
+
+
+class Live(NamedTuple):
+    """Live blocks of one (tier, group): distinct handles, and physical copies."""
+
+    tier: str
+    group: int
+    handles: int
+    copies: int
+
+
+class _Group:
+    """One KV-cache group's engine blocks; `reblocker` only for a full-attention group."""
+
+    __slots__ = ("block_size", "reblocker", "spans", "waiting")
+
+    def __init__(self, reblocker: Reblocker | None) -> None:
+        self.reblocker = reblocker
+        self.block_size = 0
+        self.spans: dict[Handle, Span] = {}
+        self.waiting: dict[Handle, list[Span]] = {}
+
+
+class Residency:
+    """The mirror of one endpoint's engine (one data-parallel rank), exact while its stream is clean.
+
+    `apply` takes batches in order and never raises for what an engine sent. `take_changes` gives the 64-bit keys of
+    canonical blocks that became, or ceased to be, matchable. `credited` are the tiers that count for a match.
+    `capacity_tokens`, when known, bounds the live copies in the GPU tier.
+    """
+
+    def __init__(self, domain: Domain, credited: Sequence[str] = (GPU, CPU), capacity_tokens: int = 0) -> None:
+        self.capacity_tokens = capacity_tokens
+        self.partial = False
+        """Whether a gap happened and nothing has ended the doubt since."""
+        self.counts = StreamCounts()
+        self._domain = domain
+        self._spec = ChainSpec(domain.block_size, domain.mix)
+        self._credited = tuple(credited)
+        self._groups: dict[int, _Group] = {}
+        self._trees: list[RadixTree] = []
+        self._holders: dict[int, int] = {}
+        """With two or more trees: key -> how many of them hold it."""
+        self._quorum = 0
+        self._changes = Changes(set(), set())
+        self._epoch = 0
+        self._doubtful = 0
+        self._live = 0
+        self._gpu_copies = 0
+        self._inflated = False
+
+    # --- reading -------------------------------------------------------------------------------------------
+
+    @property
+    def confidence(self) -> float:
+        """How far the matchable blocks can be relied on: 1.0 while none predates a gap, never below `DOUBT`."""
+        return 1.0 - (1.0 - DOUBT) * self._doubtful / self._live if self._doubtful else 1.0
+
+    @property
+    def hit_unit(self) -> int:
+        """Tokens in which the engine can reuse a prefix: the common multiple of its groups' blocks, 0 if unknown."""
+        sizes = [group.block_size for group in self._groups.values() if group.block_size]
+        return lcm(*sizes) if sizes else 0
+
+    @property
+    def canonical_blocks(self) -> int:
+        """Number of matchable canonical blocks."""
+        return self._quorum if len(self._trees) > 1 else sum(tree.matchable for tree in self._trees)
+
+    @property
+    def live_blocks(self) -> int:
+        """Number of engine blocks with at least one copy, over all groups."""
+        return self._live
+
+    def keys(self) -> Iterator[int]:
+        """Yield the 64-bit keys of all matchable canonical blocks."""
+        if len(self._trees) > 1:
+            return (key for key, n in self._holders.items() if n == len(self._trees))
+        return (key for tree in self._trees for key in tree.keys())  # noqa: SIM118 - a tree is no dict
+
+    @property
+    def trees(self) -> tuple[RadixTree, ...]:
+        """The trees of the full-attention groups, usually one."""
+        return tuple(self._trees)
+
+    def live(self) -> list[Live]:
+        """Return live blocks by (tier, group). O(blocks)."""
+        rows: dict[tuple[str, int], list[int]] = {}
+        for number, group in self._groups.items():
+            for span in group.spans.values():
+                for tier, copies in span.copies.items():
+                    row = rows.setdefault((tier, number), [0, 0])
+                    row[0] += 1
+                    row[1] += copies
+        return [Live(tier, number, handles, copies) for (tier, number), (handles, copies) in sorted(rows.items())]
+
+    def take_changes(self) -> Changes:
+        """Return and forget the keys that became, and ceased to be, matchable since the last call."""
+        changes, self._changes = self._changes, Changes(set(), set())
+        return changes
+
+    # --- writing -------------------------------------------------------------------------------------------
+
+    def apply(self, batch: EngineBatch) -> None:
+        """Apply a batch as a whole, in order. Amortised O(its blocks)."""
+        self.counts.batches += 1
+        for event in batch.events:
+            self._apply(event)
+        self._collect()
+        self._check_inflation()
+
+    def _apply(self, event: EngineEvent) -> None:
+        counts = self.counts
+        counts.events += 1
+        if isinstance(event, BlocksStored):
+            self._store(event)
+        elif isinstance(event, BlocksRemoved):
+            self._remove(event)
+        elif isinstance(event, BlocksCleared):
+            counts.clears += 1
+            self._clear(event.tier)
+        elif isinstance(event, StreamGap):
+            counts.gaps += 1
+            self._doubt()
+        elif isinstance(event, StreamRestarted):
+            counts.restarts += 1
+            self._clear(None)
+        elif isinstance(event, UnknownEvent):
+            counts.unknown_events += 1
+
+    def _store(self, event: BlocksStored) -> None:
+        group = self._group(event.group, event.group_kind)
+        self.counts.stored += len(event.handles)
+        data = self._content(event)
+        if event.block_size > 0:
+            group.block_size = max(group.block_size, event.block_size)
+        parent = group.spans.get(event.parent) if event.parent is not None else None
+        if data is None or group.reblocker is None:
+            for handle in event.handles:
+                span = self._span(group, handle)
+                self.counts.hash_only += data is None and not span.known
+                self._hold(group, span, event.tier)
+            return
+        root = self._domain.root_key(event.namespace) if event.parent is None else parent.root if parent else None
+        if root is not None and self._store_new(group, event, data, parent, root):
+            return
+        learnt: list[Span] = []
+        for i, handle in enumerate(event.handles):
+            span = self._span(group, handle)
+            if not span.known:
+                _fill(span, event, data, i)
+                self._place_below(group, span, parent, event.parent if i == 0 else None)
+                learnt.append(span)
+            self._hold(group, span, event.tier)
+            parent = span
+        if root is None:
+            self.counts.orphans += len(learnt)
+        for span in learnt:
+            above = span.parent.root if span.parent is not None else root
+            if above is not None and span.wants is None:
+                group.reblocker.resolve(span, above)
+
+    def _store_new(self, group: _Group, event: BlocksStored, data: bytes, parent: Span | None, root: int) -> bool:
+        """The common case in one pass: every handle is new, and the path is known."""
+        assert group.reblocker is not None
+        if event.contents or len(set(event.handles)) < len(event.handles):
+            return False
+        if any(handle in group.spans for handle in event.handles):
+            return False
+        spans = [Span(handle, self._epoch) for handle in event.handles]
+        if not group.reblocker.store_run(spans, parent, root, data, event.tier):
+            return False
+        for span in spans:
+            span.copies[event.tier] = 1
+            group.spans[span.handle] = span
+            if parent is not None:
+                span.link(parent)
+            parent = span
+        self._live += len(spans)
+        if event.tier == GPU:
+            self._gpu_copies += len(spans)
+        if group.waiting:
+            for span in spans:
+                self._adopt(group, span)
+        return True
+
+    def _remove(self, event: BlocksRemoved) -> None:
+        group = self._groups.get(event.group)
+        for handle in event.handles:
+            span = group.spans.get(handle) if group is not None else None
+            if group is None or span is None or event.tier not in span.copies:
+                self.counts.unknown_removals += 1
+                continue
+            self.counts.removed += 1
+            gone = span.copies[event.tier] if event.last_copy else 1
+            if event.tier == GPU:
+                self._gpu_copies -= gone
+            if span.copies[event.tier] > gone:
+                span.copies[event.tier] -= gone
+            else:
+                self._release(group, span, event.tier)
+
+    def _clear(self, tier: str | None) -> None:
+        for group in self._groups.values():
+            if tier is None or all(span.copies.keys() <= {tier} for span in group.spans.values()):
+                group.spans.clear()
+                group.waiting.clear()
+                if group.reblocker is not None:
+                    group.reblocker.tree.clear()
+                continue
+            for span in [span for span in group.spans.values() if tier in span.copies]:
+                self._release(group, span, tier)
+        live = [span for group in self._groups.values() for span in group.spans.values() if span.copies]
+        self._live = len(live)
+        if tier in (None, GPU):
+            self._gpu_copies = 0
+            self._doubtful = sum(span.epoch < self._epoch for span in live)
+            self.partial = self.partial and self._doubtful > 0
+
+    # --- engine blocks -------------------------------------------------------------------------------------
+
+    def _group(self, number: int, kind: str) -> _Group:
+        group = self._groups.get(number)
+        if group is None:
+            reblocker = None
+            if kind in FULL_ATTENTION_KINDS:
+                reblocker = Reblocker(self._spec, RadixTree(self._spec, self._credited))
+                self._add_tree(reblocker.tree)
+            group = self._groups[number] = _Group(reblocker)
+        return group
+
+    def _content(self, event: BlocksStored) -> bytes | None:
+        """The event's packed tokens, or None when its blocks cannot be mapped to tokens (rule 3)."""
+        if not event.mappable or event.block_size <= 0 or not event.handles:
+            return None
+        if len(event.tokens) != len(event.handles) * event.block_size:
+            return None
+        try:
+            return pack_tokens(event.tokens)
+        except UsageError:
+            self.counts.unknown_events += 1
+            return None
+
+    def _span(self, group: _Group, handle: Handle) -> Span:
+        span = group.spans.get(handle)
+        if span is None:
+            span = group.spans[handle] = Span(handle, self._epoch)
+            self._adopt(group, span)
+        return span
+
+    def _adopt(self, group: _Group, span: Span) -> None:
+        """Attach the spans that waited for this handle, and all below them if the path is known."""
+        for kid in group.waiting.pop(span.handle, ()):
+            kid.link(span)
+            if span.root is not None and group.reblocker is not None:
+                group.reblocker.resolve(kid, span.root)
+
+    def _place_below(self, group: _Group, span: Span, parent: Span | None, wanted: Handle | None) -> None:
+        """Link to the parent or wait for it; a span that names itself stays unresolved (Dynamo #6569)."""
+        if parent is span:
+            return
+        if parent is not None:
+            span.link(parent)
+        elif wanted is not None and wanted != span.handle:
+            span.wants = wanted
+            group.waiting.setdefault(wanted, []).append(span)
+
+    def _hold(self, group: _Group, span: Span, tier: str) -> None:
+        """Count one more copy in `tier`."""
+        if not span.copies:
+            self._live += 1
+            if span.epoch < self._epoch:
+                self._doubtful += 1
+        if span.epoch < self._epoch:
+            span.epoch = self._epoch
+            self._doubtful -= 1
+        if tier == GPU:
+            self._gpu_copies += 1
+        copies = span.copies.get(tier, 0)
+        span.copies[tier] = copies + 1
+        if not copies and group.reblocker is not None:
+            group.reblocker.hold(span, tier)
+
+    def _release(self, group: _Group, span: Span, tier: str) -> None:
+        """Drop the last copy in `tier`, and forget the span and its unheld ancestors when nothing is below them."""
+        if group.reblocker is not None:
+            group.reblocker.release(span, tier)
+        del span.copies[tier]
+        if span.copies:
+            return
+        self._live -= 1
+        if span.epoch < self._epoch:
+            self._doubtful -= 1
+        at: Span | None = span
+        while at is not None and not at.copies and at.kids is None:
+            group.spans.pop(at.handle, None)
+            if at.wants is not None:
+                self._stop_waiting(group, at)
+            at = at.unlink()
+
+    def _stop_waiting(self, group: _Group, span: Span) -> None:
+        assert span.wants is not None
+        waiting = group.waiting[span.wants]
+        waiting.remove(span)
+        if not waiting:
+            del group.waiting[span.wants]
+
+    # --- doubt, and several trees --------------------------------------------------------------------------
+
+    def _doubt(self) -> None:
+        self._epoch += 1
+        self._doubtful = self._live
+        self.partial = True
+
+    def _check_inflation(self) -> None:
+        """More live copies than the engine has blocks: removals were lost, or a full report was taken for stores."""
+        block = max((group.block_size for group in self._groups.values()), default=0)
+        if not self.capacity_tokens or self._gpu_copies * block <= self.capacity_tokens:
+            self._inflated = False
+        elif not self._inflated:
+            self._inflated = True
+            self.counts.inflated += 1
+            self._doubt()
+
+    def _add_tree(self, tree: RadixTree) -> None:
+        self._collect()
+        self._trees.append(tree)
+        if len(self._trees) == 2:
+            self._holders = dict.fromkeys(self._trees[0].keys(), 1)
+        if len(self._trees) > 1:
+            # A prefix now needs one holder more, and nothing stored before has it yet.
+            for key, n in self._holders.items():
+                if n == len(self._trees) - 1:
+                    self._changes.lose(key)
+            self._quorum = 0
+
+    def _collect(self) -> None:
+        """Gather what changed in the trees: as it is for one, by quorum for several."""
+        for tree in self._trees:
+            changes = tree.take_changes()
+            if len(self._trees) == 1:
+                for key in changes.removed:
+                    self._changes.lose(key)
+                for key in changes.added:
+                    self._changes.gain(key)
+                continue
+            needed = len(self._trees)
+            for key in changes.removed:
+                if self._holders[key] == needed:
+                    self._changes.lose(key)
+                    self._quorum -= 1
+                self._holders[key] -= 1
+                if not self._holders[key]:
+                    del self._holders[key]
+            for key in changes.added:
+                self._holders[key] = self._holders.get(key, 0) + 1
+                if self._holders[key] == needed:
+                    self._changes.gain(key)
+                    self._quorum += 1
+
+    def _check(self) -> None:
+        """Assert every invariant, the trees' included. O(blocks)."""
+        live = doubtful = 0
+        for group in self._groups.values():
+            for handle, span in group.spans.items():
+                assert span.handle == handle
+                assert span.copies or span.kids is not None, "an unheld span without kids is dropped"
+                assert all(n > 0 for n in span.copies.values())
+                assert all(kid.parent is span for kid in span.each_kid())
+                live += bool(span.copies)
+                doubtful += bool(span.copies) and span.epoch < self._epoch
+                if span.root is not None and span.parent is not None:
+                    assert span.parent.root == span.root and span.parent.end == span.start
+                if span.wants is not None:
+                    assert span.wants not in group.spans and span in group.waiting[span.wants]
+        assert (live, doubtful) == (self._live, self._doubtful)
+        for tree in self._trees:
+            tree._check()
+        if len(self._trees) > 1:
+            assert self._quorum == sum(1 for _ in self.keys())
+
+
+def _fill(span: Span, event: BlocksStored, data: bytes, i: int) -> None:
+    """Give a span the content of the event's block `i`."""
+    size = event.block_size
+    span.tokens = data[i * size * TOKEN_BYTES : (i + 1) * size * TOKEN_BYTES]
+    span.start, span.end = 0, size
+    if event.contents:
+        span.contents = tuple(
+            ContentSpan(item.content_id, item.start - i * size)
+            for item in event.contents
+            if i * size <= item.start < (i + 1) * size
+        )

@@ -1,0 +1,231 @@
+"""Deciding where prompts go, and following each decision to its outcome.
+
+Rules:
+1. A decision is a look at the index, at a handful of standings, and one call of the policy.
+2. The expected work is booked at the target with the decision, and released by the first token, the outcome or time.
+3. A failed attempt goes to the next fallback; local execution is the last one.
+4. Late, repeated and missing reports are harmless.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .chain import TokenChain
+from .decision import Decision, Outcome, OutcomeKind
+from .errors import UsageError
+from .events import NodeEvent, PeerChanged
+from .fleet import Candidate, Fleet, Standing
+from .index import MergedIndex
+from .policy import Policy
+
+MAX_FALLBACKS = 3
+
+
+@dataclass(slots=True)
+class Flight:
+    """An attempt under way: who has the request, who is left to try, and whether it had to queue behind others."""
+
+    decision: Decision
+    chain: TokenChain
+    target: str
+    left: list[str]
+    sent_at: float
+    queued: bool = False
+
+
+class Router:
+    """Index, fleet and policy put together. `on_served(flight, standing, outcome)` tells of served requests."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        block_tokens: int,
+        timeout_s: float,
+        refusal_s: float,
+        max_flights: int,
+        rng: random.Random,
+        emit: Callable[[NodeEvent], None],
+        counters: Counter[str],
+        on_served: Callable[[Flight, Standing, Outcome], None],
+    ) -> None:
+        self.policy = policy
+        self.index = MergedIndex()
+        self.fleet = Fleet(rng)
+        self.flights: OrderedDict[int, Flight] = OrderedDict()
+        self._block_tokens = block_tokens
+        self._timeout_s = timeout_s
+        self._refusal_s = refusal_s
+        self._max_flights = max_flights
+        self._rng = rng
+        self._emit = emit
+        self._counters = counters
+        self._on_served = on_served
+        self._tickets = 0
+
+    def route(self, chain: TokenChain, forwarded: bool, now: float) -> Decision:
+        """Decide who serves `chain`, and book the work there. Raises `UsageError` when no endpoint is known."""
+        candidates, reserve = self._candidates(chain, forwarded, now)
+        choice = self.policy.choose(candidates, self._rng)
+        best = choice.order[0]
+        rest = (*choice.order[1:], *reserve)
+        candidates += reserve
+        origin_s = min((c.cost_s for c in candidates if c.local), default=best.cost_s)
+        fallbacks = [c.endpoint for c in rest if not c.local][:MAX_FALLBACKS]
+        fallbacks += [c.endpoint for c in rest if c.local]
+        self._tickets += 1
+        standing = self.fleet.standings[best.endpoint]
+        decision = Decision(
+            self._tickets,
+            best.endpoint,
+            best.local,
+            standing.copy.url,
+            tuple(fallbacks),
+            chain.n_tokens,
+            best.matched_tokens,
+            best.cost_s,
+            max(0.0, origin_s - best.cost_s),
+            "forwarded here" if forwarded else choice.reason,
+            tuple(candidates),
+        )
+        self._counters["decisions_local" if best.local else "decisions_forward"] += 1
+        flight = Flight(decision, chain, best.endpoint, fallbacks, now)
+        self.flights[decision.id] = flight
+        if len(self.flights) > self._max_flights:
+            self._give_up(next(iter(self.flights)), now)
+        self._book(flight, standing, best, now)
+        return decision
+
+    def first_token(self, ticket: int, now: float) -> None:
+        """Release a request's booked work: its prefill is done."""
+        flight = self.flights.get(ticket)
+        if flight is not None:
+            self._release(flight, now)
+
+    def report(self, ticket: int, outcome: Outcome, now: float) -> str | None:
+        """Take an attempt's outcome; return the endpoint to try next, or None."""
+        flight = self.flights.get(ticket)
+        self._counters[f"outcomes_{outcome.kind.value.replace(' ', '_')}"] += 1
+        if flight is None:
+            self._counters["outcomes_late"] += 1
+            return None
+        self._release(flight, now)
+        standing = self.fleet.standings.get(flight.target)
+        if standing is not None:
+            self._judge(flight, standing, outcome, now)
+        if outcome.kind in (OutcomeKind.SERVED, OutcomeKind.CANCELLED):
+            del self.flights[ticket]
+            return None
+        return self._next(flight, now)
+
+    def expire(self, now: float) -> None:
+        """Give up attempts whose outcome never came."""
+        limit = now - self._timeout_s
+        for ticket in [ticket for ticket, flight in self.flights.items() if flight.sent_at < limit]:
+            self._give_up(ticket, now)
+
+    # --- deciding ------------------------------------------------------------------------------------------
+
+    def _candidates(self, chain: TokenChain, forwarded: bool, now: float) -> tuple[list[Candidate], list[Candidate]]:
+        """Weigh whom to choose from, and the local endpoints kept in reserve because they push back.
+
+        Looked at are all local endpoints, the cheapest holders of the deepest prefixes and the cheapest of the others:
+        a handful, however many there are.
+        """
+        fleet, block, n = self.fleet, self._block_tokens, chain.n_tokens
+        strata = self.index.search(chain)
+        # Push-back is relative: it is honoured while somebody who does not push back exists, local included.
+        eligible = fleet.local if forwarded else (fleet.usable & ~fleet.overloaded or fleet.usable)
+        remote = eligible & ~fleet.local
+        depths: dict[Standing, int] = {}
+        seen = 0
+        for i, (depth, mask) in enumerate(strata):
+            for standing in fleet.cheapest(mask & remote, 2 if i == 0 else 1):
+                depths[standing] = depth
+            seen |= mask
+        for standing in fleet.cheapest(remote & ~seen, 1):
+            depths[standing] = 0
+        for standing in fleet.cheapest(fleet.local, fleet.local.bit_count()):
+            depths[standing] = self.index.depth(chain, standing.bit) if strata else 0
+        weighed = [
+            (standing.weigh(depth, n, block, now), standing.bit & eligible) for standing, depth in depths.items()
+        ]
+        chosen_from = [candidate for candidate, is_eligible in weighed if is_eligible]
+        reserve = [candidate for candidate, is_eligible in weighed if not is_eligible]
+        if not chosen_from:
+            chosen_from, reserve = reserve, []
+        return chosen_from or self._last_resort(n, block, now), reserve
+
+    def _last_resort(self, n_tokens: int, block: int, now: float) -> list[Candidate]:
+        """A gateway whose peers are all suspended or unheard still tries them: one may be back."""
+        standings = self.fleet.standings.values()
+        if not standings:
+            raise UsageError("no endpoint is known: add_endpoint, or add_peer and let gossip run first")
+        return [standing.weigh(0, n_tokens, block, now) for standing in standings]
+
+    # --- following up --------------------------------------------------------------------------------------
+
+    def _book(self, flight: Flight, standing: Standing, candidate: Candidate, now: float) -> None:
+        ledger = standing.ledger
+        flight.queued = len(ledger) > 0
+        tokens = candidate.prompt_tokens - candidate.matched_tokens
+        work_s = candidate.overhead_s + candidate.prefill_s
+        ledger.book(flight.decision.id, work_s, tokens, now, now + self._timeout_s)
+        if not standing.local:
+            standing.suspension.sent(now)
+        self.fleet.refresh(standing, now)
+
+    def _release(self, flight: Flight, now: float) -> None:
+        standing = self.fleet.standings.get(flight.target)
+        if standing is not None and standing.ledger.release(flight.decision.id, now):
+            self.fleet.refresh(standing, now)
+
+    def _next(self, flight: Flight, now: float) -> str | None:
+        """Send the request on to the next fallback that still stands."""
+        while flight.left:
+            endpoint = flight.left.pop(0)
+            standing = self.fleet.standings.get(endpoint)
+            if standing is None or (standing.suspension.blocks(now) and flight.left):
+                continue
+            flight.target, flight.sent_at = endpoint, now
+            candidate = next(c for c in flight.decision.candidates if c.endpoint == endpoint)
+            self._book(flight, standing, candidate, now)
+            self._counters["fallbacks"] += 1
+            return endpoint
+        del self.flights[flight.decision.id]
+        self._counters["exhausted"] += 1
+        return None
+
+    def _judge(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
+        """Learn from an outcome: liveness, push-back, and whether the predicted hit was there."""
+        peer = standing.name.partition("/")[0]
+        if outcome.kind is OutcomeKind.SERVED:
+            if standing.suspension.served():
+                self._emit(PeerChanged(peer, "resumed", standing.name))
+            self._compare_hit(flight, standing, outcome.cached_tokens)
+            self._on_served(flight, standing, outcome)
+        elif outcome.kind in (OutcomeKind.FAILED, OutcomeKind.TIMED_OUT):
+            if not standing.local and standing.suspension.failed(flight.sent_at, now):
+                self._emit(PeerChanged(peer, "suspended", outcome.reason or outcome.kind.value))
+        elif outcome.kind is OutcomeKind.REFUSED:
+            standing.refused_until = now + self._refusal_s
+        if outcome.load is not None and not standing.local:
+            standing.copy.advert = standing.copy.advert._replace(report=outcome.load)
+        self.fleet.refresh(standing, now)
+
+    def _compare_hit(self, flight: Flight, standing: Standing, cached_tokens: int | None) -> None:
+        """Hold what was predicted against the engine's own count; misses lower the trust in this endpoint's digest."""
+        if cached_tokens is None:
+            return
+        predicted = next(c.matched_tokens for c in flight.decision.candidates if c.endpoint == standing.name)
+        self._counters["predicted_tokens"] += predicted
+        self._counters["cached_tokens"] += cached_tokens
+        if predicted:
+            standing.trust += 0.1 * (min(1.0, cached_tokens / predicted) - standing.trust)
+
+    def _give_up(self, ticket: int, now: float) -> None:
+        self._release(self.flights.pop(ticket), now)
+        self._counters["outcomes_missing"] += 1

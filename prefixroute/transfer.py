@@ -1,0 +1,128 @@
+"""Transfers: which change a peer is owed, how it is cut to a budget, and how its parts become whole again.
+
+Rules:
+1. A part holds all keys of the change in its range [lower, upper), so parts are checked, repeated and reordered freely.
+2. A receiver says up to which key it has everything; any holder of the same versions goes on from there.
+3. The smaller of delta and snapshot is sent.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .digest import KEY_BYTES, KEY_LIMIT, Keys, Update, VectorEntry, encode_part, pack_keys
+from .replica import Change, WriterSet
+
+UPDATE_OVERHEAD_BYTES = 80
+"""Upper bound of an encoded update's fields beside its endpoint, url and keys."""
+
+MIN_KEYS_A_PART = 16
+
+
+class Debt(NamedTuple):
+    """What one peer is owed of one endpoint: `change`, from key `cursor` on."""
+
+    endpoint: str
+    incarnation: int
+    url: str
+    change: Change
+    cursor: int
+
+    @property
+    def staleness(self) -> int:
+        """Versions that the peer is behind."""
+        return self.change.version - self.change.since
+
+
+def owed(keys: WriterSet, incarnation: int, entry: VectorEntry) -> tuple[Change, int]:
+    """Return what brings the sender of `entry` up to date, and from which key on.
+
+    That is the rest of a transfer it has begun, if its versions can still be served; else a delta, or a snapshot where
+    the log does not reach or the delta is larger.
+    """
+    want = entry.want
+    if want is not None and want.incarnation == incarnation:
+        begun = keys.snapshot() if want.since == 0 else keys.change(want.since, want.version)
+        if begun is not None and begun.version == want.version:
+            return begun, want.cursor
+    if entry.incarnation == incarnation and entry.version:
+        delta = keys.change(entry.version, keys.version)
+        if delta is not None and len(delta.added) + len(delta.removed) <= len(keys):
+            return delta, 0
+    return keys.snapshot(), 0
+
+
+def cut(debt: Debt, lower: int, room: int) -> tuple[bytes | None, int]:
+    """Encode the part of a debt from key `lower` on that fits `room` bytes; return it and where the next one begins.
+
+    (None, lower) when not even a small part fits. O(log n + part).
+    """
+    change = debt.change
+    room -= UPDATE_OVERHEAD_BYTES + len(debt.endpoint.encode()) + len(debt.url.encode())
+    added = change.added[np.searchsorted(change.added, np.uint64(lower)) :]
+    removed = change.removed[np.searchsorted(change.removed, np.uint64(lower)) :]
+    fits = room // KEY_BYTES
+    upper = KEY_LIMIT
+    if len(added) + len(removed) > fits:
+        if fits < MIN_KEYS_A_PART:
+            return None, lower
+        upper = _key_after(added, removed, fits)
+        added = added[: np.searchsorted(added, np.uint64(upper))]
+        removed = removed[: np.searchsorted(removed, np.uint64(upper))]
+    elif room < 0:
+        return None, lower
+    versions = (change.since, change.version, change.checksum)
+    keys = (pack_keys(added), pack_keys(removed))
+    return encode_part(Update(debt.endpoint, debt.incarnation, *versions, lower, upper, *keys, debt.url)), upper
+
+
+def least_room(url_bytes: int = 256, name_bytes: int = 80) -> int:
+    """Return how many bytes a datagram must leave for updates, so that every transfer goes on."""
+    return UPDATE_OVERHEAD_BYTES + name_bytes + url_bytes + MIN_KEYS_A_PART * KEY_BYTES
+
+
+def _key_after(added: Keys, removed: Keys, n: int) -> int:
+    """The key below which exactly `n` keys of both arrays lie."""
+    head = np.concatenate([added[: n + 1], removed[: n + 1]])
+    head.sort()
+    return int(head[n])
+
+
+class Assembly:
+    """A change that arrives in parts, each the keys of one range; parts may come twice and in any order."""
+
+    __slots__ = ("_parts", "checksum", "incarnation", "since", "touched_at", "version")
+
+    def __init__(self, incarnation: int, since: int, version: int, checksum: int, now: float) -> None:
+        self.incarnation = incarnation
+        self.since = since
+        self.version = version
+        self.checksum = checksum
+        self.touched_at = now
+        self._parts: dict[int, tuple[int, Keys, Keys]] = {}
+
+    @property
+    def cursor(self) -> int:
+        """The key up to which everything has come."""
+        at = 0
+        while at in self._parts:
+            at = self._parts[at][0]
+        return at
+
+    def offer(self, lower: int, upper: int, added: Keys, removed: Keys, now: float) -> Change | None:
+        """Take a part; return the whole change once it is there. Parts that do not join on are dropped."""
+        if upper > lower and (lower not in self._parts or self._parts[lower][0] < upper):
+            self._parts[lower] = (upper, added, removed)
+            self.touched_at = now
+        if self.cursor != KEY_LIMIT:
+            return None
+        adds: list[Keys] = []
+        removes: list[Keys] = []
+        at = 0
+        while at < KEY_LIMIT:
+            at, added, removed = self._parts[at]
+            adds.append(added)
+            removes.append(removed)
+        return Change(self.since, self.version, np.concatenate(adds), np.concatenate(removes), self.checksum)

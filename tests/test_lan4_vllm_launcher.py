@@ -1,0 +1,502 @@
+"""The vLLM launcher of the example, against a stand-in for the `vllm` program: what is started, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from multiprocessing import shared_memory
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import zmq
+from prefixroute_lan4 import build_model
+from prefixroute_lan4.engines import EngineSpec, launcher_for
+from prefixroute_lan4.processes import ProcessError
+from prefixroute_lan4.vllm_engine import (
+    ARGS_VARIABLE,
+    ENV_VARIABLE,
+    PRESET_VARIABLE,
+    VllmLauncher,
+    VllmSettings,
+    ensure_model,
+    fitted,
+    serve_environment,
+    shared_memory_of,
+    with_ipc_events,
+)
+
+LAN4 = Path(__file__).parents[1] / "examples" / "lan4"
+DEADLINE_S = 20.0
+
+# Answers /health and completions, starts a child of its own, and notes what it was given and how it ended.
+PROGRAM = """
+import http.server, json, os, signal, subprocess, sys, tempfile
+from pathlib import Path
+notes = Path(os.environ["STAND_IN_NOTES"])
+mode = os.environ.get("STAND_IN_MODE", "")
+if mode == "dies":
+    sys.exit("no CPU attention for this block size")
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+open(os.path.join(tempfile.gettempdir(), "left-behind"), "w").close()
+
+def end(number, frame):
+    (notes / "signal").write_text(signal.Signals(number).name)
+    if mode != "stubborn":
+        os._exit(0)
+
+signal.signal(signal.SIGINT, end)
+asked = []
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(200 if self.path == "/health" else 404)
+    def do_POST(self):
+        asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        (notes / "asked").write_text(json.dumps(asked))
+        self.answer(500 if mode == "broken" else 200)
+    def answer(self, status):
+        self.send_response(status)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler)
+(notes / "started").write_text(
+    json.dumps({"argv": sys.argv[1:], "environ": dict(os.environ), "child": child.pid, "pid": os.getpid()})
+)
+server.serve_forever()
+"""
+
+# Stands for the environment's interpreter, whose only task is to build the model.
+PYTHON = """
+import json, os, sys
+from pathlib import Path
+if os.environ.get("STAND_IN_MODE") == "no-transformers":
+    sys.exit("build_model: No module named 'transformers'")
+out = Path(sys.argv[2])
+(out / "config.json").write_text(json.dumps(sys.argv[1:]))
+"""
+
+
+def write_program(path: Path, body: str) -> None:
+    """Make an executable that runs `body` with this interpreter, whatever the length of its path."""
+    script = path.with_suffix(".source.py")
+    script.write_text(textwrap.dedent(body))
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(script))} "$@"\n')
+    path.chmod(0o755)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VllmSettings:
+    """An environment with a stand-in for vLLM; its temporary files go below `tmp_path`."""
+    env = tmp_path / "venv"
+    (env / "bin").mkdir(parents=True)
+    write_program(env / "bin" / "vllm", PROGRAM)
+    write_program(env / "bin" / "python", PYTHON)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("STAND_IN_NOTES", str(notes))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    return VllmSettings(env, "small")
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> EngineSpec:
+    return EngineSpec(
+        name="n1",
+        port=free_port(),
+        events_endpoint="tcp://127.0.0.1:5557",
+        replay_endpoint="tcp://127.0.0.1:5558",
+        topic="kv@n1@m",
+        block_size=16,
+        capacity_blocks=240,
+        index=1,
+        run_dir=tmp_path / "run",
+    )
+
+
+def read_note(tmp_path: Path, name: str) -> dict[str, object]:
+    note: dict[str, object] = json.loads((tmp_path / "notes" / name).read_text())
+    return note
+
+
+def running(pid: int) -> bool:
+    """True while the process exists and is not a zombie that waits for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def until(condition: object) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the awaited state did not come"
+        await asyncio.sleep(0.02)
+
+
+# --- what is asked of vLLM
+
+
+def test_blocks_are_rounded_to_what_a_cpu_takes_and_hold_the_same_tokens(spec: EngineSpec) -> None:
+    assert [
+        (f.block_size, f.capacity_blocks) for f in (fitted(replace(spec, block_size=b)) for b in (1, 16, 32, 48, 64))
+    ] == [(32, 7), (32, 120), (32, 240), (64, 180), (64, 240)]
+
+
+@pytest.mark.parametrize("wanted", ["tcp://127.0.0.1:5557", "tcp://*:5557"])
+def test_events_never_use_tcp(spec: EngineSpec, wanted: str) -> None:
+    endpoint = with_ipc_events(replace(spec, events_endpoint=wanted)).events_endpoint
+    assert endpoint == f"ipc://{spec.run_dir}/n1.kv.ipc"
+
+
+def test_a_relative_ipc_address_becomes_absolute(spec: EngineSpec) -> None:
+    endpoint = with_ipc_events(replace(spec, events_endpoint="ipc://run/kv.ipc")).events_endpoint
+    assert endpoint == f"ipc://{Path.cwd()}/run/kv.ipc"
+
+
+def test_a_run_folder_too_deep_for_a_socket_is_refused(spec: EngineSpec, settings: VllmSettings) -> None:
+    with pytest.raises(ValueError, match="shorter run folder"):
+        VllmLauncher(replace(spec, run_dir=spec.run_dir / ("x" * 100)), settings)
+
+
+def test_engines_share_the_cores_in_turn(spec: EngineSpec, settings: VllmSettings) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    bound = [
+        serve_environment(replace(spec, index=i), settings, spec.run_dir)["VLLM_CPU_OMP_THREADS_BIND"]
+        for i in range(2 * len(cores))
+    ]
+    assert bound == [str(core) for core in cores] * 2
+
+
+def test_start_passes_one_engine_as_specified(spec: EngineSpec, settings: VllmSettings, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        launcher = VllmLauncher(spec, replace(settings, extra_args=("--max-num-queued-reqs", "4")))
+        engine = await launcher.start()
+        try:
+            await launcher.wait_ready()
+            note = read_note(tmp_path, "started")
+            argv, environ = note["argv"], note["environ"]
+            assert isinstance(argv, list)
+            assert isinstance(environ, dict)
+            assert argv[:2] == ["serve", str(settings.model_dir)]
+            value = dict(itertools.pairwise(argv))
+            assert value["--port"] == str(spec.port)
+            assert value["--host"] == "127.0.0.1"
+            assert value["--served-model-name"] == engine.model
+            assert (value["--block-size"], value["--num-gpu-blocks-override"]) == ("32", "121")
+            assert value["--max-model-len"] == "3840"  # 120 blocks; the model could do 4096
+            assert value["--max-num-queued-reqs"] == "4"
+            assert json.loads(value["--kv-events-config"]) == {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": engine.events_endpoint,
+                "replay_endpoint": engine.replay_endpoint,
+                "topic": "kv@n1@m",
+            }
+            assert {"--enable-prefix-caching", "--enable-prompt-tokens-details", "--enforce-eager"} <= set(argv)
+            assert environ["VLLM_HOST_IP"] == "127.0.0.1"
+            assert environ["PYTHONPATH"] == ""
+            assert environ["PATH"].startswith(f"{settings.env}/bin{os.pathsep}")
+            assert engine.url == f"http://127.0.0.1:{spec.port}"
+            assert (engine.pid, engine.block_size) == (note["pid"], 32)
+            assert engine.prefill_tokens_per_s > 0
+        finally:
+            launcher.kill()
+
+    asyncio.run(scenario())
+
+
+def test_warm_up_is_shorter_than_a_block(spec: EngineSpec, settings: VllmSettings, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        launcher = VllmLauncher(spec, settings)
+        engine = await launcher.start()
+        try:
+            await launcher.wait_ready()
+        finally:
+            launcher.kill()
+        asked = read_note(tmp_path, "asked")
+        assert isinstance(asked, list)
+        assert [a["model"] for a in asked] == [engine.model]
+        assert len(asked[0]["prompt"]) + asked[0]["max_tokens"] < 32
+
+    asyncio.run(scenario())
+
+
+# --- how it ends
+
+
+async def started(spec: EngineSpec, settings: VllmSettings, tmp_path: Path) -> tuple[VllmLauncher, int, int]:
+    launcher = VllmLauncher(spec, settings)
+    engine = await launcher.start()
+    await until((tmp_path / "notes" / "started").exists)
+    await launcher.wait_ready()
+    child = read_note(tmp_path, "started")["child"]
+    assert isinstance(child, int)
+    assert running(engine.pid)
+    assert running(child)
+    return launcher, engine.pid, child
+
+
+def test_stop_interrupts_the_leader_and_leaves_nothing(
+    spec: EngineSpec, settings: VllmSettings, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        launcher, pid, child = await started(spec, settings, tmp_path)
+        assert list((tmp_path / "tmp").rglob("left-behind"))
+        await launcher.stop()
+        assert (tmp_path / "notes" / "signal").read_text() == "SIGINT"
+        await until(lambda: not running(pid) and not running(child))
+        assert list((tmp_path / "tmp").iterdir()) == []
+        await launcher.stop()
+        launcher.kill()
+
+    asyncio.run(scenario())
+
+
+def test_stop_kills_an_engine_that_ignores_the_interrupt(
+    spec: EngineSpec, settings: VllmSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN_MODE", "stubborn")
+    monkeypatch.setattr("prefixroute_lan4.vllm_engine._STOP_GRACE_S", 0.2)
+
+    async def scenario() -> None:
+        launcher, pid, child = await started(spec, settings, tmp_path)
+        await launcher.stop()
+        assert (tmp_path / "notes" / "signal").read_text() == "SIGINT"
+        await until(lambda: not running(pid) and not running(child))
+
+    asyncio.run(scenario())
+
+
+def test_kill_is_a_crash_without_a_signal_to_handle(spec: EngineSpec, settings: VllmSettings, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        launcher, pid, child = await started(spec, settings, tmp_path)
+        launcher.kill()
+        await until(lambda: not running(pid) and not running(child))
+        assert not (tmp_path / "notes" / "signal").exists()
+        assert list((tmp_path / "tmp").iterdir()) == []
+
+    asyncio.run(scenario())
+
+
+def test_stop_and_kill_before_start_do_nothing(spec: EngineSpec, settings: VllmSettings) -> None:
+    launcher = VllmLauncher(spec, settings)
+    asyncio.run(launcher.stop())
+    launcher.kill()
+
+
+def test_shared_memory_is_found_by_process_group() -> None:
+    segment = shared_memory.SharedMemory(create=True, size=64)
+    try:
+        assert Path("/dev/shm", segment.name) in shared_memory_of(os.getpgid(0))
+        assert shared_memory_of(2**22 + 1) == set()
+    finally:
+        segment.close()
+        segment.unlink()
+
+
+# --- what goes wrong, in words
+
+
+def test_a_missing_environment_says_how_to_make_one(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENV_VARIABLE, raising=False)
+    with pytest.raises(ValueError, match=r"setup_vllm\.sh DIR") as caught:
+        launcher_for("vllm")(spec)
+    assert ENV_VARIABLE in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_environment_without_vllm_is_named(
+    spec: EngineSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_VARIABLE, str(tmp_path))
+    with pytest.raises(ValueError, match=r"setup_vllm\.sh DIR") as caught:
+        launcher_for("vllm")(spec)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_variables_choose_model_and_arguments(tmp_path: Path) -> None:
+    given = {ENV_VARIABLE: f"{tmp_path}/a/../b", PRESET_VARIABLE: "tiny", ARGS_VARIABLE: "--seed 3 --x 'a b'"}
+    assert VllmSettings.from_environment(given) == VllmSettings(tmp_path / "b", "tiny", ("--seed", "3", "--x", "a b"))
+    with pytest.raises(ValueError, match="small, tiny, not huge"):
+        VllmSettings.from_environment({**given, PRESET_VARIABLE: "huge"})
+
+
+def test_an_engine_that_dies_is_reported_with_its_last_words(
+    spec: EngineSpec, settings: VllmSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN_MODE", "dies")
+
+    async def scenario() -> None:
+        launcher = VllmLauncher(spec, settings)
+        await launcher.start()
+        try:
+            with pytest.raises(ProcessError, match="no CPU attention for this block size"):
+                await launcher.wait_ready()
+        finally:
+            await launcher.stop()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_up_but_fails_is_reported(
+    spec: EngineSpec, settings: VllmSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN_MODE", "broken")
+
+    async def scenario() -> None:
+        launcher = VllmLauncher(spec, settings)
+        await launcher.start()
+        try:
+            with pytest.raises(ProcessError, match="n1 is up but does not answer"):
+                await launcher.wait_ready()
+        finally:
+            launcher.kill()
+
+    asyncio.run(scenario())
+
+
+# --- the model
+
+
+def test_the_model_is_built_once_even_when_launchers_race(settings: VllmSettings) -> None:
+    async def scenario() -> list[Path]:
+        return await asyncio.gather(*(ensure_model(settings) for _ in range(3)))
+
+    assert asyncio.run(scenario()) == [settings.model_dir] * 3
+    config = settings.model_dir / "config.json"
+    assert json.loads(config.read_text())[2:] == ["--preset", "small"]
+    assert [path.name for path in settings.model_dir.parent.iterdir()] == ["small"]
+    (settings.env / "bin" / "python").unlink()
+    assert asyncio.run(ensure_model(settings)) == settings.model_dir
+
+
+def test_a_builder_that_fails_is_quoted(settings: VllmSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAND_IN_MODE", "no-transformers")
+    with pytest.raises(ProcessError, match="No module named 'transformers'"):
+        asyncio.run(ensure_model(settings))
+    assert list(settings.model_dir.parent.iterdir()) == []
+
+
+def test_presets_give_consistent_configs() -> None:
+    small = build_model.config(build_model.PRESETS["small"])
+    assert (small["head_dim"], small["num_key_value_heads"], small["max_position_embeddings"]) == (64, 4, 4096)
+    with pytest.raises(ValueError, match="multiple of heads"):
+        build_model.config(build_model.Shape(100, 1, 3, 1, 64, 128))
+
+
+def test_six_numbers_or_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert build_model.parse(["d", "64", "1", "4", "2", "96", "512"])[1] == build_model.Shape(64, 1, 4, 2, 96, 512)
+    assert build_model.parse(["d", "--preset", "tiny"])[1] == build_model.PRESETS["tiny"]
+    for wrong in (["d"], ["d", "64", "1"], ["d", "64", "1", "4", "2", "96", "512", "--preset", "tiny"]):
+        with pytest.raises(SystemExit):
+            build_model.parse(wrong)
+    assert "hidden layers heads kv_heads intermediate max_len" in capsys.readouterr().err
+
+
+def test_setup_refuses_to_guess_and_leaves_a_ready_environment_alone(tmp_path: Path) -> None:
+    script = LAN4 / "setup_vllm.sh"
+    without = subprocess.run([script], capture_output=True, text=True, check=False)
+    assert without.returncode != 0
+    assert "usage" in without.stderr
+    version = next(line for line in script.read_text().splitlines() if line.startswith("VLLM=")).partition("=")[2]
+    (tmp_path / f".vllm-{version}-ready").touch()
+    write_program(tmp_path / "v", "")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "v").rename(tmp_path / "bin" / "vllm")
+    ready = subprocess.run([script, tmp_path], capture_output=True, text=True, check=False)
+    assert (ready.returncode, ready.stderr) == (0, "")
+    assert "already" in ready.stdout
+
+
+# --- the recorder
+
+
+@pytest.fixture(scope="module")
+def recorder() -> ModuleType:
+    found = importlib.util.spec_from_file_location("record_events", LAN4 / "record_events.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_recorder_reads_live_and_replayed_messages_of_every_version(recorder: ModuleType) -> None:
+    seq = (7).to_bytes(8, "big")
+    assert recorder.parse([b"kv@n", seq, b"p"])[:3] == ("kv@n", 7, b"p")
+    assert recorder.parse([b"", b"kv@n", seq, b"p"])[:3] == ("kv@n", 7, b"p")
+    assert recorder.parse([b"", seq, b"p"])[:3] == ("", 7, b"p")
+    assert recorder.parse([b"", b"", b"\xff" * 8, b""]) is None
+    assert recorder.parse([b"", b"\xff" * 8, b""]) is None
+    with pytest.raises(ValueError, match="not an event message"):
+        recorder.parse([b"kv", b"short", b"p"])
+
+
+def test_recording_keeps_each_message_once_and_ends_with_the_life(recorder: ModuleType, tmp_path: Path) -> None:
+    recording = recorder.Recording(tmp_path / "out")
+
+    def message(seq: int, payload: bytes) -> object:
+        return recorder.Message("t", seq, payload, 3)
+
+    assert recording.take(message(0, b"\xc0"), 1.0)
+    assert recording.take(message(0, b"\xc0"), 1.1)  # replayed and live
+    assert recording.take(message(3, b"\xff\xff"), 2.0)
+    assert not recording.take(message(0, b"\xc2"), 3.0)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "index.jsonl").read_text().splitlines()]
+    assert [row["seq"] for row in rows] == [0, 3]
+    assert recording.gaps == 2
+    assert (tmp_path / "out" / "00003.msgpack").read_bytes() == b"\xff\xff"
+    with pytest.raises(FileExistsError, match="empty folder"):
+        recorder.Recording(tmp_path / "out")
+
+
+def test_recorder_joins_replay_and_live(tmp_path: Path) -> None:
+    out, live_at = tmp_path / "out", f"ipc://{tmp_path}/live"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.XPUB) as live:
+        for endpoint in (router, live):
+            endpoint.setsockopt(zmq.LINGER, 0)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        live.bind(live_at)
+        argv = [LAN4 / "record_events.py", out, "--events", live_at, "--replay", f"tcp://127.0.0.1:{port}"]
+        process = subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE, text=True)
+        try:
+            assert live.poll(DEADLINE_S * 1000), "no subscription"
+            assert router.poll(DEADLINE_S * 1000), "no replay request"
+            client, *asked = router.recv_multipart()
+            assert asked == [b"", bytes(8)]
+            for seq in (0, 1):
+                router.send_multipart([client, b"", b"t", seq.to_bytes(8, "big"), b"\xc0"])
+            router.send_multipart([client, b"", b"", b"\xff" * 8, b""])
+            live.send_multipart([b"t", (1).to_bytes(8, "big"), b"\xc0"])
+            live.send_multipart([b"t", (2).to_bytes(8, "big"), b"\xc4\x02\x00\xff"])
+            asyncio.run(until((out / "00002.msgpack").exists))
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+            process.communicate()
+    assert (process.returncode, said) == (0, f"{out}: 3 messages, 0 missing; stopped\n")
+    rows = [json.loads(line) for line in (out / "index.jsonl").read_text().splitlines()]
+    assert [(row["seq"], row["nframes"], row["msg"]) for row in rows] == [(0, 4, None), (1, 4, None), (2, 3, "00ff")]
