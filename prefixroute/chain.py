@@ -124,7 +124,19 @@ class TokenChain:
     boundaries below it, each hashed once.
     """
 
-    __slots__ = ("_bounds", "_extras", "_first", "_packed", "_tokens", "depth", "n_tokens", "namespace", "root", "spec")
+    __slots__ = (
+        "_bounds",
+        "_extras",
+        "_first",
+        "_packed",
+        "_tokens",
+        "_width",
+        "depth",
+        "n_tokens",
+        "namespace",
+        "root",
+        "spec",
+    )
 
     def __init__(
         self,
@@ -137,6 +149,7 @@ class TokenChain:
         self.spec = spec
         self.root = root
         self.namespace = namespace
+        self._width = spec.block_tokens * TOKEN_BYTES
         self._packed: bytes | None = None
         if isinstance(tokens, list):
             self._tokens: Any = tokens
@@ -183,7 +196,7 @@ class TokenChain:
 
     def block(self, index: int) -> bytes:
         """Return what block `index` (from 0) contributes to the chain: its tokens, then its items' digests."""
-        size = self.spec.block_bytes
+        size = self._width
         return self.packed[index * size : (index + 1) * size] + self._extras.get(index, b"")
 
     def extras(self) -> dict[int, bytes]:
@@ -198,17 +211,16 @@ class TokenChain:
         if self._packed is None:
             data = _pack_sequence(self._tokens[: self.spec.block_tokens])
         else:
-            data = self._packed[: self.spec.block_bytes]
+            data = self._packed[: self._width]
         return xxh3_64_intdigest(data + self._extras.get(0, b""), self.root ^ self.spec.mix)
 
     def _hash(self, stride: int, depth: int) -> int:
-        size = self.spec.block_bytes
         lower = stride * STRIDE
         if self._extras:
             data = b"".join(map(self.block, range(lower, depth)))
         else:
             packed = self._packed if self._packed is not None else self.packed
-            data = packed[lower * size : depth * size]
+            data = packed[lower * self._width : depth * self._width]
         return xxh3_64_intdigest(data, self._bounds[stride] ^ self.spec.mix)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from . import __version__
+from . import __version__, replay
 from .errors import UsageError
 
 USAGE_ERROR = 2
@@ -97,6 +97,12 @@ COMMANDS = (
         "run the same requests through four nodes, without routing and with it",
         _demo_options,
         _run_demo,
+    ),
+    Command(
+        "replay",
+        "apply a recorded engine event stream and print what the engine holds at its end",
+        replay.add_options,
+        replay.run,
     ),
 )
 

@@ -47,26 +47,35 @@ class Candidate(NamedTuple):
 
 
 class Standing:
-    """One endpoint's standing with this node."""
+    """One endpoint's standing with this node. What a decision reads is kept ready; `refresh` brings it up to date."""
 
     __slots__ = (
+        "_heard_at",
+        "_reported_s",
         "bit",
+        "confidence",
         "copy",
         "estimate",
+        "hit_unit",
         "ledger",
+        "local",
         "name",
         "overhead_s",
         "peer",
         "rank",
         "rate",
         "refused_until",
+        "rtt_s",
+        "state",
         "suspension",
         "trust",
     )
 
-    def __init__(self, copy: Copy, peer: Peer | None, bit: int) -> None:
+    def __init__(self, copy: Copy, peer: Peer | None, bit: int, now: float) -> None:
         self.copy = copy
         self.name = copy.endpoint
+        self.local = copy.mine
+        """Whether the endpoint is this node's own."""
         self.peer = peer
         self.bit = bit
         self.ledger = Ledger()
@@ -74,84 +83,66 @@ class Standing:
         self.suspension = Suspension()
         self.refused_until = float("-inf")
         self.trust = 1.0
-        self.rate = 1.0
-        self.overhead_s = 0.0
+        """Share of predicted hits that came true, lately."""
         self.rank: tuple[float, float, str] | None = None
-        self.refresh_rate()
+        self.refresh(now)
 
-    @property
-    def local(self) -> bool:
-        """Whether the endpoint is this node's own."""
-        return self.copy.mine
-
-    @property
-    def rtt_s(self) -> float:
-        """Network round trip to the endpoint, 0 for one's own."""
-        if self.copy.mine:
-            return 0.0
-        measured = self.peer.rtt_s if self.peer is not None else None
-        return DEFAULT_RTT_S if measured is None else measured
-
-    @property
-    def confidence(self) -> float:
-        """Share of a match to count on."""
-        own = self.copy.advert.confidence * self.trust
-        return own if self.copy.mine else own * BELIEF
-
-    def refresh_rate(self) -> None:
-        """Take rate and fixed time from the freshest report, from outcomes, or the stated defaults."""
-        report = filled(self.copy.advert.report, self.estimate if self.copy.mine else None)
+    def refresh(self, now: float) -> None:
+        """Read the freshest report: rate, fixed time, queue, push-back, confidence, round trip. O(1)."""
+        copy, advert = self.copy, self.copy.advert
+        report = advert.report
+        estimate = self.estimate if self.local else None
+        if not (report.prefill_tokens_per_s and report.overhead_s):
+            report = filled(report, estimate)
         self.rate, self.overhead_s = report.prefill_tokens_per_s, report.overhead_s
+        self._reported_s = report.queued_tokens / self.rate
+        self._heard_at = copy.heard_at
+        self.hit_unit = advert.hit_unit
+        measured = self.peer.rtt_s if self.peer is not None else None
+        self.rtt_s = 0.0 if self.local else DEFAULT_RTT_S if measured is None else measured
+        self.confidence = advert.confidence * self.trust * (1.0 if self.local else BELIEF)
+        self.state = advert.state
+        if now < self.refused_until:
+            self.state = PushBackState.REFUSING
+        elif not self.local and now - copy.heard_at > advert.ttl_s:
+            self.state = PushBackState.OPEN
 
     def wait_s(self, now: float) -> float:
         """Expected wait before prefill begins: the reported queue, drained since, and what was sent since."""
-        copy = self.copy
-        reported = copy.advert.report.queued_tokens / self.rate
-        if copy.mine:
-            return max(self.ledger.wait_s(now), reported)
-        if not len(self.ledger):
-            return max(0.0, reported - (now - copy.heard_at)) if reported else 0.0
-        sent = min(self.ledger.sent_since(copy.heard_at), self.ledger.wait_s(now))
-        return max(0.0, reported - (now - copy.heard_at)) + sent
-
-    def state(self, now: float) -> PushBackState:
-        """Push-back as of now: advertised and not run out, or the refusal of a forward."""
-        if now < self.refused_until:
-            return PushBackState.REFUSING
-        advert = self.copy.advert
-        if advert.state is PushBackState.OPEN or (not self.copy.mine and now - self.copy.heard_at > advert.ttl_s):
-            return PushBackState.OPEN
-        return advert.state
+        ledger = self.ledger
+        if self.local:
+            # What a probe saw is of an unknown moment between two probes; it is not drained.
+            return max(ledger.wait_s(now), self._reported_s) if len(ledger) else self._reported_s
+        wait = self._reported_s
+        if wait:
+            wait = max(0.0, wait - (now - self._heard_at))
+        if len(ledger):
+            wait += min(ledger.sent_since(self._heard_at), ledger.wait_s(now))
+        return wait
 
     def weigh(self, depth: int, n_tokens: int, block_tokens: int, now: float) -> Candidate:
         """Weigh the endpoint for a prompt of which it holds `depth` blocks. O(1)."""
-        copy = self.copy
-        advert = copy.advert
         matched = 0
         if depth:
-            unit = advert.hit_unit or block_tokens
             # The last token is never reused: an engine computes at least one.
-            matched = min(depth * block_tokens, n_tokens - 1) // unit * unit
-        confidence = self.confidence
-        rtt, wait = self.rtt_s, self.wait_s(now)
-        prefill = (n_tokens - confidence * matched) / self.rate
-        cost = rtt + wait + self.overhead_s + prefill
-        age = 0.0 if copy.mine else now - copy.heard_at
-        state = self.state(now)
+            matched = min(depth * block_tokens, n_tokens - 1)
+            matched -= matched % (self.hit_unit or block_tokens)
+        rtt, wait, overhead = self.rtt_s, self.wait_s(now), self.overhead_s
+        prefill = (n_tokens - self.confidence * matched) / self.rate
         return Candidate(
             self.name,
-            copy.mine,
+            self.local,
             n_tokens,
             depth,
             matched,
-            confidence,
+            self.confidence,
             rtt,
             wait,
-            self.overhead_s,
+            overhead,
             prefill,
-            cost,
-            state,
-            age,
+            rtt + wait + overhead + prefill,
+            self.state,
+            0.0 if self.local else now - self.copy.heard_at,
         )
 
 
@@ -186,18 +177,21 @@ class Fleet:
         self.local &= clear
 
     def refresh(self, standing: Standing, now: float) -> None:
-        """Rank an endpoint anew, and set its masks. O(log n) and a memmove; ties fall at random."""
-        standing.refresh_rate()
-        self._unrank(standing)
-        base = standing.rtt_s + standing.wait_s(now) + standing.overhead_s
-        standing.rank = (base, self._rng.random(), standing.name)
-        insort(self._ranking, standing.rank)
-        bit = standing.bit
-        state = standing.state(now)
+        """Bring an endpoint's standing, masks and rank up to date. O(log n) and a memmove."""
+        standing.refresh(now)
+        bit, state = standing.bit, standing.state
         out = state is PushBackState.REFUSING or standing.suspension.blocks(now) or standing.copy.suspected
         self.usable = self.usable & ~bit if out else self.usable | bit
         overloaded = state is PushBackState.OVERLOADED
         self.overloaded = self.overloaded | bit if overloaded else self.overloaded & ~bit
+        self.rank(standing, now)
+
+    def rank(self, standing: Standing, now: float) -> None:
+        """Rank an endpoint anew after a booking; ties fall at random. O(log n) and a memmove."""
+        self._unrank(standing)
+        base = standing.rtt_s + standing.wait_s(now) + standing.overhead_s
+        standing.rank = (base, self._rng.random(), standing.name)
+        insort(self._ranking, standing.rank)
 
     def refresh_all(self, now: float) -> None:
         """Rank all endpoints anew. O(n log n): once a round."""
@@ -208,7 +202,7 @@ class Fleet:
         """Return the `n` endpoints of `mask` that are cheapest to reach. O(n) for a mask of many, O(bits) for few."""
         if not mask:
             return []
-        if mask.bit_count() <= 4:
+        if mask.bit_count() <= 2:
             few = []
             while mask:
                 low = mask & -mask

@@ -188,7 +188,8 @@ class Ledger:
         """Book a request under its decision's id."""
         if not self._open:
             self._head_at = now
-        self.release(ticket, now)
+        elif ticket in self._open:
+            self.release(ticket, now)
         self._open[ticket] = _Booking(work_s, tokens, now, expires_at)
         self._work_s += work_s
         self._tokens += tokens

@@ -95,6 +95,7 @@ class Node:
         self.settings = settings or NodeSettings()
         self.counters: Counter[str] = Counter()
         self._spec = ChainSpec(domain.block_size, domain.mix)
+        self._root = domain.root_key(DEFAULT_NAMESPACE)
         self._events: deque[NodeEvent] = deque(maxlen=MAX_EVENTS)
         self._locals: dict[str, LocalEndpoint] = {}
         self._now = now
@@ -232,7 +233,8 @@ class Node:
 
         `tokens` is a sequence of ints or a one-dimensional integer buffer. Raises `UsageError` that says what to pass.
         """
-        return TokenChain(self._spec, self.domain.root_key(namespace), tokens, contents, namespace)
+        root = self._root if namespace is DEFAULT_NAMESPACE else self.domain.root_key(namespace)
+        return TokenChain(self._spec, root, tokens, contents, namespace)
 
     def route(
         self,
@@ -285,7 +287,7 @@ class Node:
                     standing.confidence,
                     standing.rtt_s,
                     standing.wait_s(now),
-                    standing.state(now).name.lower(),
+                    standing.state.name.lower(),
                     bool(standing.bit & self._fleet.usable),
                 )
             )
@@ -324,7 +326,7 @@ class Node:
     def _join(self, copy: Copy, now: float) -> None:
         self._index.join(copy.endpoint)
         peer = self._gossip.peers.get(_owner(copy.endpoint))
-        self._fleet.add(Standing(copy, peer, self._index.bit(copy.endpoint)), now)
+        self._fleet.add(Standing(copy, peer, self._index.bit(copy.endpoint), now), now)
 
     def _follow_copies(self, now: float) -> None:
         """Bring standings up to date with what gossip learnt: endpoints that came, went, or spoke."""

@@ -10,7 +10,7 @@ Rules:
 from __future__ import annotations
 
 import random
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,10 +19,14 @@ from .decision import Decision, Outcome, OutcomeKind
 from .errors import UsageError
 from .events import NodeEvent, PeerChanged
 from .fleet import Candidate, Fleet, Standing
-from .index import MergedIndex
+from .index import DEEPEST, MergedIndex
 from .policy import Policy
 
 MAX_FALLBACKS = 3
+MAX_LOCAL = 64
+"""Local endpoints weighed: more ranks than one node serves."""
+
+_OUTCOMES = {kind: f"outcomes_{kind.value.replace(' ', '_')}" for kind in OutcomeKind}
 
 
 @dataclass(slots=True)
@@ -55,7 +59,7 @@ class Router:
         self.policy = policy
         self.index = MergedIndex()
         self.fleet = Fleet(rng)
-        self.flights: OrderedDict[int, Flight] = OrderedDict()
+        self.flights: dict[int, Flight] = {}
         self._block_tokens = block_tokens
         self._timeout_s = timeout_s
         self._refusal_s = refusal_s
@@ -108,14 +112,15 @@ class Router:
     def report(self, ticket: int, outcome: Outcome, now: float) -> str | None:
         """Take an attempt's outcome; return the endpoint to try next, or None."""
         flight = self.flights.get(ticket)
-        self._counters[f"outcomes_{outcome.kind.value.replace(' ', '_')}"] += 1
+        self._counters[_OUTCOMES[outcome.kind]] += 1
         if flight is None:
             self._counters["outcomes_late"] += 1
             return None
-        self._release(flight, now)
         standing = self.fleet.standings.get(flight.target)
         if standing is not None:
+            standing.ledger.release(ticket, now)
             self._judge(flight, standing, outcome, now)
+            self.fleet.refresh(standing, now)
         if outcome.kind in (OutcomeKind.SERVED, OutcomeKind.CANCELLED):
             del self.flights[ticket]
             return None
@@ -145,11 +150,14 @@ class Router:
         for i, (depth, mask) in enumerate(strata):
             for standing in fleet.cheapest(mask & remote, 2 if i == 0 else 1):
                 depths[standing] = depth
+            for standing in fleet.cheapest(mask & fleet.local, MAX_LOCAL):
+                depths[standing] = depth
             seen |= mask
         for standing in fleet.cheapest(remote & ~seen, 1):
             depths[standing] = 0
-        for standing in fleet.cheapest(fleet.local, fleet.local.bit_count()):
-            depths[standing] = self.index.depth(chain, standing.bit) if strata else 0
+        for standing in fleet.cheapest(fleet.local & ~seen, MAX_LOCAL):
+            # Beyond the strata that were asked for, an endpoint may still hold a shorter prefix.
+            depths[standing] = self.index.depth(chain, standing.bit) if len(strata) == DEEPEST else 0
         weighed = [
             (standing.weigh(depth, n, block, now), standing.bit & eligible) for standing, depth in depths.items()
         ]
@@ -176,12 +184,12 @@ class Router:
         ledger.book(flight.decision.id, work_s, tokens, now, now + self._timeout_s)
         if not standing.local:
             standing.suspension.sent(now)
-        self.fleet.refresh(standing, now)
+        self.fleet.rank(standing, now)
 
     def _release(self, flight: Flight, now: float) -> None:
         standing = self.fleet.standings.get(flight.target)
         if standing is not None and standing.ledger.release(flight.decision.id, now):
-            self.fleet.refresh(standing, now)
+            self.fleet.rank(standing, now)
 
     def _next(self, flight: Flight, now: float) -> str | None:
         """Send the request on to the next fallback that still stands."""
@@ -214,7 +222,6 @@ class Router:
             standing.refused_until = now + self._refusal_s
         if outcome.load is not None and not standing.local:
             standing.copy.advert = standing.copy.advert._replace(report=outcome.load)
-        self.fleet.refresh(standing, now)
 
     def _compare_hit(self, flight: Flight, standing: Standing, cached_tokens: int | None) -> None:
         """Hold what was predicted against the engine's own count; misses lower the trust in this endpoint's digest."""

@@ -198,3 +198,8 @@ def test_a_probe_with_a_client_of_its_own() -> None:
         assert await probe.read() is None
 
     asyncio.run(body())
+
+
+def test_label_values_are_unescaped() -> None:
+    (sample,) = parse_samples(r'vllm:num_requests_running{a="x\\y\"z\n",b=""} 1')
+    assert sample.labels == {"a": 'x\\y"z\n', "b": ""}

@@ -66,6 +66,7 @@ WITH_REPLAY = {
     "held message of a past life": ("C L3 R0b R1b R2b E L3b", "?0 0b 1b 2b 3b"),
     "held message of a past life before a truncated one": ("C L0 R1b R2b E", "?0 G1 1b 2b"),
     "held message of a past connection": ("C L0 C E L0b L1b", "?0 ?0 0b 1b"),
+    "held message that the replay knows better": ("C L0! R0b R1b E", "?0 0b 1b"),
     "network blip": ("L0 L1 C R1 E L2", "0 1 ?1 2"),
     "network blip, messages lost": ("L0 L1 C R1 R2 E L3", "0 1 ?1 2 3"),
     "network blip, no answer": ("L0 L1 C T L2", "0 1 ?1 G0 2"),

@@ -327,9 +327,8 @@ class Sequencer:
     def _forget(self) -> None:
         self._counts["restarts"] += 1
         self._mark(StreamRestarted())
-        self._last = self._last_at_request = _NOTHING
+        self._last = _NOTHING
         self._anchor = None
-        self._recent.clear()
 
     def _apply(self, seq: int, batch: EngineBatch | None) -> None:
         self._last = seq
@@ -381,9 +380,6 @@ class _Recent:
     def knows(self, seq: int, ts: float) -> bool:
         slot = seq % self._size
         return bool(self._used[slot]) and self._seqs[slot] == seq and _same(self._stamps[slot], ts)
-
-    def clear(self) -> None:
-        self._used = bytearray(self._size)
 
 
 def _ts(batch: EngineBatch | None) -> float:
