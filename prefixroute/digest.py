@@ -231,7 +231,8 @@ def _mix(keys: Keys) -> Keys:
     x = keys + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: Keys = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def _tag(secret: bytes, front: bytes, body: bytes) -> bytes:

@@ -56,8 +56,9 @@ class LoadReport:
 
     def __post_init__(self) -> None:
         for name in ("running", "waiting", "queued_tokens", "prefill_tokens_per_s", "overhead_s", "capacity_tokens"):
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"LoadReport.{name} must not be negative, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not 0 <= value < 2**63:
+                raise UsageError(f"LoadReport.{name} must be 0 (not known) or positive and below 2**63, got {value!r}")
         if not 0 <= self.kv_used <= 1:
             raise UsageError(f"LoadReport.kv_used is a share, 0 to 1, got {self.kv_used!r}")
 
@@ -75,17 +76,18 @@ class Advert(NamedTuple):
         """Return the form that travels in a vector."""
         r = self.report
         return LoadWire(
-            min(r.running, 2**32 - 1),
-            min(r.waiting, 2**32 - 1),
-            r.queued_tokens,
-            min(round(r.prefill_tokens_per_s), 2**32 - 1),
-            min(round(r.overhead_s * 1e6), 2**32 - 1),
-            r.capacity_tokens,
+            _capped(r.running, 32),
+            _capped(r.waiting, 32),
+            _capped(r.queued_tokens, 63),
+            _capped(r.prefill_tokens_per_s, 32),
+            _capped(r.overhead_s * 1e6, 32),
+            _capped(r.capacity_tokens, 63),
             round(r.kv_used * 100),
             int(self.state),
-            round(self.ttl_s * 1000),
-            r.reason[:64],
-            self.hit_unit,
+            _capped(self.ttl_s * 1000, 32),
+            # An engine's words may hold half a surrogate pair, which no encoder takes.
+            r.reason[:64].encode("utf-8", "replace").decode(),
+            _capped(self.hit_unit, 32),
             round(self.confidence * 100),
         )
 
@@ -105,6 +107,10 @@ class Advert(NamedTuple):
         )
         state = PushBackState(wire.state)
         return cls(report, state, wire.ttl_ms / 1000, wire.hit_unit, wire.confidence_percent / 100)
+
+
+def _capped(value: float, bits: int) -> int:
+    return min(int(value + 0.5) if isinstance(value, float) else int(value), 2**bits - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,25 +202,25 @@ class Ledger:
 
     def release(self, ticket: int, now: float) -> bool:
         """Take a booking back; unknown and repeated tickets are harmless."""
-        booking = self._open.pop(ticket, None)
-        if booking is None:
+        if ticket not in self._open:
             return False
+        if ticket == next(iter(self._open)):
+            # Prefill is serial: the one that ends hands over to the next. One that leaves from behind changes nothing.
+            self._head_at = now
+        booking = self._open.pop(ticket)
         self._work_s = self._work_s - booking.work_s if self._open else 0.0
         self._tokens -= booking.tokens
-        # Prefill is serial: the one that ends hands over to the next.
-        self._head_at = now
         return True
 
     def wait_s(self, now: float) -> float:
         """Seconds until the endpoint is through with what is booked, the oldest one's progress counted."""
-        if not self._open:
-            return 0.0
-        first = next(iter(self._open))
-        head = self._open[first]
-        if now >= head.expires_at:
+        while self._open:
+            first = next(iter(self._open))
+            head = self._open[first]
+            if now < head.expires_at:
+                return max(0.0, self._work_s - min(max(now - self._head_at, 0.0), head.work_s))
             self.release(first, now)
-            return self.wait_s(now)
-        return max(0.0, self._work_s - min(max(now - self._head_at, 0.0), head.work_s))
+        return 0.0
 
     def sent_since(self, moment: float) -> float:
         """Seconds of work booked after `moment`, which a report of that moment cannot know. O(open)."""
@@ -249,7 +255,7 @@ class RateEstimate:
         """Upper quartile of the observed rates; 0.0 before four samples."""
         if len(self._rates) < 4:
             return 0.0
-        return sorted(self._rates)[len(self._rates) * 3 // 4]
+        return sorted(self._rates)[(len(self._rates) - 1) * 3 // 4]
 
     @property
     def overhead_s(self) -> float:
@@ -314,4 +320,5 @@ class Suspension:
         return ended
 
     def _pause_s(self) -> float:
-        return min(self._first_s * 2.0 ** (self.failures - 1), self._most_s)
+        # An endpoint can fail for ever; beyond 2**60 there is nothing to double.
+        return min(self._first_s * 2.0 ** min(self.failures - 1, 60), self._most_s)

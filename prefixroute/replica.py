@@ -147,7 +147,8 @@ class WriterSet:
 
     def tolist(self) -> list[int]:
         """Return the keys as Python ints."""
-        return self.keys.tolist()
+        keys: list[int] = self.keys.tolist()
+        return keys
 
     @property
     def checksum(self) -> int:
