@@ -127,10 +127,12 @@ class Driver:
         self._wake.set()
 
     async def wait(self) -> None:
-        """Wait until a task of the driver fails, and raise its error."""
-        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        """Wait until a task of the driver fails, and raise its error; return when the driver is closed."""
+        if self._tasks:
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if not task.cancelled():
+                    task.result()
 
     async def close(self) -> None:
         """Stop the driver and close its transport; what was not sent is dropped. Safe to repeat."""
@@ -150,15 +152,17 @@ class Driver:
             await self._flush()
 
     async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
+            self._wake.clear()
             self.node.handle_timer(self.now())
             await self._flush()
-            pause = max(self.node.next_timer() - self.now(), 0.0)
-            self._wake.clear()
+            # No wait_for: before Python 3.12 it loses a cancellation that comes together with a wake.
+            alarm = loop.call_later(max(self.node.next_timer() - self.now(), 0.0), self._wake.set)
             try:
-                await asyncio.wait_for(self._wake.wait(), pause)
-            except asyncio.TimeoutError:
-                continue
+                await self._wake.wait()
+            finally:
+                alarm.cancel()
 
     async def _flush(self) -> None:
         for address, data in self.node.datagrams_to_send(self.now()):

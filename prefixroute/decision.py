@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from typing import Any, NamedTuple
 
+from .errors import UsageError
 from .fleet import Candidate
 from .load import LoadReport
 
@@ -31,7 +33,7 @@ class Outcome:
     """How one attempt ended; make it with one of the class methods.
 
     `cached_tokens` is the engine's own count, `ttft_s` the time to first token in seconds as the caller saw it, `load`
-    what the server's reply said of its load.
+    what the server's reply said of its load. Raises `UsageError` for numbers that cannot be.
     """
 
     kind: OutcomeKind
@@ -39,6 +41,12 @@ class Outcome:
     cached_tokens: int | None = None
     ttft_s: float | None = None
     load: LoadReport | None = None
+
+    def __post_init__(self) -> None:
+        if self.cached_tokens is not None and not 0 <= self.cached_tokens < 2**63:
+            raise UsageError(f"cached_tokens must be a number of tokens, or None, not {self.cached_tokens!r}")
+        if self.ttft_s is not None and not 0 <= self.ttft_s < inf:
+            raise UsageError(f"ttft_s must be seconds since the request was sent, or None, not {self.ttft_s!r}")
 
     @classmethod
     def served(

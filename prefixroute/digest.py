@@ -43,6 +43,8 @@ Reason = Annotated[str, msgspec.Meta(max_length=64)]
 U32 = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 U48 = Annotated[int, msgspec.Meta(ge=0, le=KEY_LIMIT)]
 U63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Ordinal = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+"""An incarnation or a version of something that exists: 0 is nothing."""
 U64 = int
 """Compared only, never used to count or allocate; msgspec bounds it to 64 bits by its own encoding."""
 Percent = Annotated[int, msgspec.Meta(ge=0, le=100)]
@@ -76,9 +78,9 @@ class LoadWire(msgspec.Struct, frozen=True, array_like=True):
 class Want(msgspec.Struct, frozen=True, array_like=True):
     """A transfer that its sender has begun to receive, and the key from which it lacks the rest."""
 
-    incarnation: U63
+    incarnation: Ordinal
     since: U63
-    version: U63
+    version: Ordinal
     cursor: U48
 
 
@@ -89,7 +91,7 @@ class VectorEntry(msgspec.Struct, frozen=True, array_like=True):
     """
 
     endpoint: Name
-    incarnation: U63
+    incarnation: Ordinal
     heartbeat: U63
     version: U63 = 0
     age_ms: U32 = 0
@@ -104,9 +106,9 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     """
 
     endpoint: Name
-    incarnation: U63
+    incarnation: Ordinal
     since: U63
-    version: U63
+    version: Ordinal
     checksum: U64
     lower: U48
     upper: U48

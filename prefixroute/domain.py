@@ -97,5 +97,6 @@ def _fingerprint(domain: Domain) -> bytes:
 
 @lru_cache(maxsize=65536)
 def _root_key(domain: Domain, namespace: Namespace) -> int:
-    parts = (domain.fingerprint, namespace.lora.encode(), namespace.salt.encode())
-    return int.from_bytes(keyed_digest(domain.secret, "namespace-root", *parts), "little")
+    # An engine's words may hold half a surrogate pair.
+    words = (word.encode("utf-8", "surrogatepass") for word in (namespace.lora, namespace.salt))
+    return int.from_bytes(keyed_digest(domain.secret, "namespace-root", domain.fingerprint, *words), "little")

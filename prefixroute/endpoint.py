@@ -75,6 +75,9 @@ class LocalEndpoint:
     def advertise(self, standing: Standing, ttl_s: float, now: float) -> list[NodeEvent]:
         """Bring the advert up to date; `ttl_s` is how long peers honour push-back that is not renewed."""
         report = filled(self.report, standing.estimate)
+        standing.probed_tokens = report.queued_tokens
+        if now < standing.refused_until:
+            self.push_back.refuse(standing.refusal, standing.refused_until)
         rate = report.prefill_tokens_per_s
         queued = max(report.queued_tokens, round(standing.ledger.wait_s(now) * rate))
         changed = self.push_back.update(queued / rate, report, now)

@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from typing import NamedTuple
 
 from .gossip import Copy, Peer
-from .load import Ledger, PushBackState, RateEstimate, Suspension, filled
+from .load import Ledger, LoadReport, PushBackState, RateEstimate, Suspension, filled
 
 BELIEF = 0.95
 """Share of a remote match that is counted: a digest lags its owner by a round or so."""
@@ -50,7 +50,7 @@ class Standing:
     """One endpoint's standing with this node. What a decision reads is kept ready; `refresh` brings it up to date."""
 
     __slots__ = (
-        "_heard_at",
+        "_reported_at",
         "_reported_s",
         "bit",
         "confidence",
@@ -62,9 +62,12 @@ class Standing:
         "name",
         "overhead_s",
         "peer",
+        "probed_tokens",
         "rank",
         "rate",
+        "refusal",
         "refused_until",
+        "reply",
         "rtt_s",
         "state",
         "suspension",
@@ -82,6 +85,11 @@ class Standing:
         self.estimate = RateEstimate()
         self.suspension = Suspension()
         self.refused_until = float("-inf")
+        self.refusal = ""
+        self.reply: tuple[LoadReport, float] | None = None
+        """The load report that came with a reply, and when: the freshest one until gossip brings a later word."""
+        self.probed_tokens = 0
+        """What a probe saw queued at a local engine; its advert counts this node's bookings as well."""
         self.trust = 1.0
         """Share of predicted hits that came true, lately."""
         self.rank: tuple[float, float, str] | None = None
@@ -90,13 +98,14 @@ class Standing:
     def refresh(self, now: float) -> None:
         """Read the freshest report: rate, fixed time, queue, push-back, confidence, round trip. O(1)."""
         copy, advert = self.copy, self.copy.advert
-        report = advert.report
+        report, self._reported_at = advert.report, copy.heard_at
+        if self.reply is not None and self.reply[1] >= copy.heard_at:
+            report, self._reported_at = self.reply
         estimate = self.estimate if self.local else None
         if not (report.prefill_tokens_per_s and report.overhead_s):
             report = filled(report, estimate)
         self.rate, self.overhead_s = report.prefill_tokens_per_s, report.overhead_s
-        self._reported_s = report.queued_tokens / self.rate
-        self._heard_at = copy.heard_at
+        self._reported_s = (self.probed_tokens if self.local else report.queued_tokens) / self.rate
         self.hit_unit = advert.hit_unit
         measured = self.peer.rtt_s if self.peer is not None else None
         self.rtt_s = 0.0 if self.local else DEFAULT_RTT_S if measured is None else measured
@@ -115,9 +124,9 @@ class Standing:
             return max(ledger.wait_s(now), self._reported_s) if len(ledger) else self._reported_s
         wait = self._reported_s
         if wait:
-            wait = max(0.0, wait - (now - self._heard_at))
+            wait = max(0.0, wait - (now - self._reported_at))
         if len(ledger):
-            wait += min(ledger.sent_since(self._heard_at), ledger.wait_s(now))
+            wait += min(ledger.sent_since(self._reported_at), ledger.wait_s(now))
         return wait
 
     def weigh(self, depth: int, n_tokens: int, block_tokens: int, now: float) -> Candidate:
@@ -199,16 +208,19 @@ class Fleet:
             self.refresh(standing, now)
 
     def cheapest(self, mask: int, n: int) -> list[Standing]:
-        """Return the `n` endpoints of `mask` that are cheapest to reach. O(n) for a mask of many, O(bits) for few."""
+        """Return the `n` endpoints of `mask` that are cheapest to reach, in order.
+
+        O(bits) when there are hardly more than `n`; else it looks down the ranking, which ends soon for a mask of many.
+        """
         if not mask:
             return []
-        if mask.bit_count() <= 2:
+        if mask.bit_count() <= max(n, 2):
             few = []
             while mask:
                 low = mask & -mask
                 few.append(self.by_bit[low])
                 mask ^= low
-            if len(few) > n:
+            if len(few) > 1:
                 few.sort(key=_rank_of)
             return few[:n]
         found: list[Standing] = []

@@ -100,7 +100,8 @@ class MergedIndex:
             return []
         brackets = self._gallop(chain, first)
         strata: list[Stratum] = []
-        while brackets and len(strata) < keep:
+        sure_depths = 0
+        while brackets and sure_depths < keep:
             lower, above, upper, below = brackets.pop()
             if upper - lower > 1:
                 middle = (lower + upper) // 2
@@ -113,6 +114,8 @@ class MergedIndex:
             landed = above & ~below
             sure = self._confirm(chain, lower, landed)
             if sure:
+                # What a walk finds lies anywhere above, so it does not count here.
+                sure_depths += 1
                 _add(strata, lower, sure)
             if sure != landed:
                 self._walk(chain, lower, landed & ~sure, strata)

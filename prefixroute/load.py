@@ -110,7 +110,7 @@ class Advert(NamedTuple):
 
 
 def _capped(value: float, bits: int) -> int:
-    return min(int(value + 0.5) if isinstance(value, float) else int(value), 2**bits - 1)
+    return min(round(value), (1 << bits) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +154,10 @@ class PushBack:
             self.state, self.reason = PushBackState.OPEN, ""
         return self.state is not before
 
-    def refuse(self, reason: str, now: float) -> None:
-        """Note that the engine turned a request away."""
-        self._refused_until = now + self._settings.ttl_s
-        self.reason = reason
+    def refuse(self, reason: str, until: float) -> None:
+        """Note that the engine turned a request away: it refuses until then."""
+        self._refused_until = max(until, self._refused_until)
+        self.reason = reason or "the engine refused a request"
 
 
 class _Booking(NamedTuple):

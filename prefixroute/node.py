@@ -45,6 +45,11 @@ class NodeSettings(GossipSettings):
     outcome_timeout_s: float = 120.0
     max_in_flight: int = 65536
 
+    def __post_init__(self) -> None:
+        GossipSettings.__post_init__(self)
+        if self.outcome_timeout_s <= 0 or self.max_in_flight < 1:
+            raise UsageError("a node needs outcome_timeout_s > 0 and max_in_flight >= 1")
+
 
 class EndpointStats(NamedTuple):
     """One endpoint as a node knows it, for operators. `age_s` is since the owner's last word."""
@@ -134,8 +139,8 @@ class Node:
         endpoint = f"{self.node}/{_name(name)}"
         if endpoint in self._locals:
             raise UsageError(f"endpoint {endpoint!r} was added already")
-        if not 0 < incarnation < 2**63:
-            raise UsageError("incarnation must be in 1 .. 2**63 - 1; time.time_ns() will do")
+        if not isinstance(incarnation, int) or not 0 < incarnation < 2**63:
+            raise UsageError("incarnation must be an int in 1 .. 2**63 - 1; time.time_ns() will do")
         if len(url) > 256 or len(endpoint) > 80:
             raise UsageError("an endpoint's url has at most 256 characters and its id at most 80")
         copy = Copy(endpoint, True, incarnation, now, url)
@@ -257,9 +262,13 @@ class Node:
         """Note that the target's first token came: its prefill is done, so its booked work is released."""
         self._router.first_token(decision.id, now)
 
-    def report(self, decision: Decision, outcome: Outcome, now: float) -> str | None:
-        """Take an attempt's outcome; return the endpoint to try next, or None when there is nothing (more) to try."""
-        return self._router.report(decision.id, outcome, now)
+    def report(self, decision: Decision, outcome: Outcome, now: float, *, endpoint: str | None = None) -> str | None:
+        """Take an attempt's outcome; return the endpoint to try next, or None when there is nothing (more) to try.
+
+        Give `endpoint`, whose attempt it was, where reports may come late or twice: what is not of the attempt under
+        way is only counted then. Without it a report is taken for the attempt under way.
+        """
+        return self._router.report(decision.id, outcome, now, endpoint)
 
     def explain(self, decision: Decision) -> Explanation:
         """Return every term of every candidate that the decision weighed."""

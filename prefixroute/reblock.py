@@ -8,7 +8,8 @@ Rules:
 1. A span vouches once per tier, however many copies it has: copies are counted in the span.
 2. Spans that begin and end on canonical boundaries vouch alone, and give their tokens to the tree. Others (pages
    smaller than a block, sizes that do not divide) keep their tokens, and vouch together.
-3. A span whose path to the root is unknown is unresolved and vouches for nothing; resolving it resolves its kids.
+3. A span whose path to the root is unknown is unresolved and vouches for nothing; resolving it resolves its kids. So is
+   one that the tree cannot take. Nothing below an unresolved span is resolved.
 4. `key` is the key at depth end // block, so a span that ends no block carries its parent's.
 """
 
@@ -150,10 +151,12 @@ class Reblocker:
             self._hold_alone(span, tier)
             return
         for last, end in self._ended(span):
-            if _vouched(last, end - self._spec.block_tokens, tier):
+            if last.root is not None and _vouched(last, end - self._spec.block_tokens, tier):
                 key = self._ensure(last)
                 if key is not None:
                     self.tree.add(self._key_at(last, key, end), end // self._spec.block_tokens, 1, tier)
+                else:
+                    self.unresolve(last)
 
     def release(self, span: Span, tier: str) -> None:
         """Take back what `span` vouches for in `tier`; call it while the copy still counts."""
@@ -168,6 +171,19 @@ class Reblocker:
             if last.key is not None and last.key in self.tree and _vouched(last, end - size, tier):
                 self.tree.remove(self._key_at(last, last.key, end), end // size, 1, tier)
 
+    def unresolve(self, span: Span) -> None:
+        """Forget where `span` and all below it lie; the tree holds nothing of them. O(spans)."""
+        stack = [span]
+        while stack:
+            span = stack.pop()
+            if span.root is not None:
+                span.root = span.key = None
+                stack.extend(span.each_kid())
+
+    def lost(self, span: Span) -> bool:
+        """Whether the tree alone had the span's tokens, and dropped them with the last copy."""
+        return span.root is not None and span.tokens is None and span.key not in self.tree
+
     # --- parts ---------------------------------------------------------------------------------------------
 
     def _aligned(self, span: Span) -> bool:
@@ -176,12 +192,12 @@ class Reblocker:
 
     def _hold_alone(self, span: Span, tier: str) -> None:
         size = self._spec.block_tokens
-        if span.key is not None:
-            self.tree.add(span.key, span.end // size, (span.end - span.start) // size, tier)
-        elif self._ensure(span) is not None:
-            assert span.key is not None
-            self.tree.add(span.key, span.end // size, (span.end - span.start) // size, tier)
-            span.tokens, span.contents = None, ()
+        key = self._ensure(span)
+        if key is None:
+            self.unresolve(span)
+            return
+        self.tree.add(key, span.end // size, (span.end - span.start) // size, tier)
+        span.tokens, span.contents = None, ()
 
     def _ended(self, span: Span) -> Iterator[tuple[Span, int]]:
         """Each canonical block that needs `span`: the span with its last token, and where it ends."""

@@ -210,15 +210,17 @@ class WriterSet:
             return None
         return Change(since, until, _sorted(added), _sorted(removed), last.checksum)
 
-    def snapshot(self) -> Change:
+    def snapshot(self, after: int = 0) -> Change:
         """Return the set as a change from nothing, frozen so that a transfer in parts can go on while it changes.
 
         The frozen state is kept as long as the log leads from it to the present; then a receiver that has it whole
-        catches up by a delta.
+        catches up by a delta. It is of a version later than `after`: a receiver is not sent what it holds already.
         """
         frozen = self._frozen
-        if frozen is not None and (
-            frozen.version == self.version or (self._log and self._log[0].since <= frozen.version)
+        if (
+            frozen is not None
+            and frozen.version > after
+            and (frozen.version == self.version or (self._log and self._log[0].since <= frozen.version))
         ):
             return frozen
         self._frozen = Change(0, self.version, self.keys, NO_KEYS, self._checksum)

@@ -193,7 +193,7 @@ class Residency:
             self._doubt()
         elif isinstance(event, StreamRestarted):
             counts.restarts += 1
-            self._clear(None)
+            self._restart()
         elif isinstance(event, UnknownEvent):
             counts.unknown_events += 1
 
@@ -203,7 +203,7 @@ class Residency:
         data = self._content(event)
         if event.block_size > 0:
             group.block_size = max(group.block_size, event.block_size)
-        parent = group.spans.get(event.parent) if event.parent is not None else None
+        parent = self._found(group, event.parent) if event.parent is not None else None
         if data is None or group.reblocker is None:
             for handle in event.handles:
                 span = self._span(group, handle)
@@ -281,10 +281,17 @@ class Residency:
                 self._release(group, span, tier)
         live = [span for group in self._groups.values() for span in group.spans.values() if span.copies]
         self._live = len(live)
+        self._doubtful = sum(span.epoch < self._epoch for span in live)
         if tier in (None, GPU):
             self._gpu_copies = 0
-            self._doubtful = sum(span.epoch < self._epoch for span in live)
             self.partial = self.partial and self._doubtful > 0
+
+    def _restart(self) -> None:
+        """Forget everything, the groups too: a new life may have other ones, with other blocks."""
+        self._clear(None)
+        self._collect()
+        self._groups.clear()
+        self._trees.clear()
 
     # --- engine blocks -------------------------------------------------------------------------------------
 
@@ -311,11 +318,24 @@ class Residency:
             return None
 
     def _span(self, group: _Group, handle: Handle) -> Span:
-        span = group.spans.get(handle)
+        span = self._found(group, handle)
         if span is None:
             span = group.spans[handle] = Span(handle, self._epoch)
             self._adopt(group, span)
         return span
+
+    def _found(self, group: _Group, handle: Handle) -> Span | None:
+        """The handle's span. One that is kept for those below it, and whose tokens are gone, is as good as unknown."""
+        span = group.spans.get(handle)
+        if span is None or span.copies or group.reblocker is None or not group.reblocker.lost(span):
+            return span
+        for kid in list(span.each_kid()):
+            kid.parent, kid.wants = None, handle
+            group.waiting.setdefault(handle, []).append(kid)
+            group.reblocker.unresolve(kid)
+        span.kids = None
+        self._drop(group, span)
+        return None
 
     def _adopt(self, group: _Group, span: Span) -> None:
         """Attach the spans that waited for this handle, and all below them if the path is known."""
@@ -351,7 +371,7 @@ class Residency:
             group.reblocker.hold(span, tier)
 
     def _release(self, group: _Group, span: Span, tier: str) -> None:
-        """Drop the last copy in `tier`, and forget the span and its unheld ancestors when nothing is below them."""
+        """Drop the last copy in `tier`, and the span with it if no other tier has one."""
         if group.reblocker is not None:
             group.reblocker.release(span, tier)
         del span.copies[tier]
@@ -360,6 +380,10 @@ class Residency:
         self._live -= 1
         if span.epoch < self._epoch:
             self._doubtful -= 1
+        self._drop(group, span)
+
+    def _drop(self, group: _Group, span: Span) -> None:
+        """Forget a span that has no copy, and its unheld ancestors, while nothing is below them."""
         at: Span | None = span
         while at is not None and not at.copies and at.kids is None:
             group.spans.pop(at.handle, None)

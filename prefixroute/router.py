@@ -26,6 +26,7 @@ MAX_FALLBACKS = 3
 MAX_LOCAL = 64
 """Local endpoints weighed: more ranks than one node serves."""
 
+_FAILURES = (OutcomeKind.FAILED, OutcomeKind.TIMED_OUT)
 _OUTCOMES = {kind: f"outcomes_{kind.value.replace(' ', '_')}" for kind in OutcomeKind}
 
 
@@ -109,13 +110,13 @@ class Router:
         if flight is not None:
             self._release(flight, now)
 
-    def report(self, ticket: int, outcome: Outcome, now: float) -> str | None:
+    def report(self, ticket: int, outcome: Outcome, now: float, endpoint: str | None = None) -> str | None:
         """Take an attempt's outcome; return the endpoint to try next, or None."""
         flight = self.flights.get(ticket)
-        self._counters[_OUTCOMES[outcome.kind]] += 1
-        if flight is None:
+        if flight is None or (endpoint is not None and endpoint != flight.target):
             self._counters["outcomes_late"] += 1
             return None
+        self._counters[_OUTCOMES[outcome.kind]] += 1
         standing = self.fleet.standings.get(flight.target)
         if standing is not None:
             standing.ledger.release(ticket, now)
@@ -153,9 +154,7 @@ class Router:
             for standing in fleet.cheapest(mask & fleet.local, MAX_LOCAL):
                 depths[standing] = depth
             seen |= mask
-        for standing in fleet.cheapest(remote & ~seen, 1):
-            depths[standing] = 0
-        for standing in fleet.cheapest(fleet.local & ~seen, MAX_LOCAL):
+        for standing in (*fleet.cheapest(remote & ~seen, 1), *fleet.cheapest(fleet.local & ~seen, MAX_LOCAL)):
             # Beyond the strata that were asked for, an endpoint may still hold a shorter prefix.
             depths[standing] = self.index.depth(chain, standing.bit) if len(strata) == DEEPEST else 0
         weighed = [
@@ -165,6 +164,8 @@ class Router:
         reserve = [candidate for candidate, is_eligible in weighed if not is_eligible]
         if not chosen_from:
             chosen_from, reserve = reserve, []
+        if not chosen_from and forwarded:
+            raise UsageError("a forwarded request is served where it arrives, and this node has no endpoint of its own")
         return chosen_from or self._last_resort(n, block, now), reserve
 
     def _last_resort(self, n_tokens: int, block: int, now: float) -> list[Candidate]:
@@ -182,9 +183,12 @@ class Router:
         tokens = candidate.prompt_tokens - candidate.matched_tokens
         work_s = candidate.overhead_s + candidate.prefill_s
         ledger.book(flight.decision.id, work_s, tokens, now, now + self._timeout_s)
-        if not standing.local:
+        if standing.suspension.failures:
+            # This is the one trial: the endpoint is out again until it ends.
             standing.suspension.sent(now)
-        self.fleet.rank(standing, now)
+            self.fleet.refresh(standing, now)
+        else:
+            self.fleet.rank(standing, now)
 
     def _release(self, flight: Flight, now: float) -> None:
         standing = self.fleet.standings.get(flight.target)
@@ -192,20 +196,21 @@ class Router:
             self.fleet.rank(standing, now)
 
     def _next(self, flight: Flight, now: float) -> str | None:
-        """Send the request on to the next fallback that still stands."""
-        while flight.left:
-            endpoint = flight.left.pop(0)
-            standing = self.fleet.standings.get(endpoint)
-            if standing is None or (standing.suspension.blocks(now) and flight.left):
-                continue
-            flight.target, flight.sent_at = endpoint, now
-            candidate = next(c for c in flight.decision.candidates if c.endpoint == endpoint)
-            self._book(flight, standing, candidate, now)
-            self._counters["fallbacks"] += 1
-            return endpoint
-        del self.flights[flight.decision.id]
-        self._counters["exhausted"] += 1
-        return None
+        """Send the request on to the next fallback that is usable; else to a local one; else to whoever is left."""
+        left = [self.fleet.standings[name] for name in flight.left if name in self.fleet.standings]
+        if not left:
+            del self.flights[flight.decision.id]
+            self._counters["exhausted"] += 1
+            return None
+        usable = (standing for standing in left if standing.bit & self.fleet.usable)
+        locals_ = (standing for standing in left if standing.local)
+        standing = next(usable, None) or next(locals_, left[0])
+        flight.left = [other.name for other in left[left.index(standing) + 1 :]]
+        flight.target, flight.sent_at = standing.name, now
+        candidate = next(c for c in flight.decision.candidates if c.endpoint == standing.name)
+        self._book(flight, standing, candidate, now)
+        self._counters["fallbacks"] += 1
+        return standing.name
 
     def _judge(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """Learn from an outcome: liveness, push-back, and whether the predicted hit was there."""
@@ -215,13 +220,14 @@ class Router:
                 self._emit(PeerChanged(peer, "resumed", standing.name))
             self._compare_hit(flight, standing, outcome.cached_tokens)
             self._on_served(flight, standing, outcome)
-        elif outcome.kind in (OutcomeKind.FAILED, OutcomeKind.TIMED_OUT):
-            if not standing.local and standing.suspension.failed(flight.sent_at, now):
-                self._emit(PeerChanged(peer, "suspended", outcome.reason or outcome.kind.value))
-        elif outcome.kind is OutcomeKind.REFUSED:
+        elif outcome.kind in _FAILURES and not standing.local and standing.suspension.failed(flight.sent_at, now):
+            self._emit(PeerChanged(peer, "suspended", outcome.reason or outcome.kind.value))
+        load = outcome.load if not standing.local else None
+        if load is not None:
+            standing.reply = (load, now)
+        if outcome.kind is OutcomeKind.REFUSED or (load is not None and load.refusing):
             standing.refused_until = now + self._refusal_s
-        if outcome.load is not None and not standing.local:
-            standing.copy.advert = standing.copy.advert._replace(report=outcome.load)
+            standing.refusal = outcome.reason or (load.reason if load is not None else "")
 
     def _compare_hit(self, flight: Flight, standing: Standing, cached_tokens: int | None) -> None:
         """Hold what was predicted against the engine's own count; misses lower the trust in this endpoint's digest."""

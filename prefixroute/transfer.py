@@ -42,16 +42,17 @@ def owed(keys: WriterSet, incarnation: int, entry: VectorEntry) -> tuple[Change,
     That is the rest of a transfer it has begun, if its versions can still be served; else a delta, or a snapshot where
     the log does not reach or the delta is larger.
     """
+    same_life = entry.incarnation == incarnation
     want = entry.want
     if want is not None and want.incarnation == incarnation:
         begun = keys.snapshot() if want.since == 0 else keys.change(want.since, want.version)
         if begun is not None and begun.version == want.version:
             return begun, want.cursor
-    if entry.incarnation == incarnation and entry.version:
+    if same_life and entry.version:
         delta = keys.change(entry.version, keys.version)
         if delta is not None and len(delta.added) + len(delta.removed) <= len(keys):
             return delta, 0
-    return keys.snapshot(), 0
+    return keys.snapshot(entry.version if same_life else 0), 0
 
 
 def cut(debt: Debt, lower: int, room: int) -> tuple[bytes | None, int]:
@@ -65,14 +66,13 @@ def cut(debt: Debt, lower: int, room: int) -> tuple[bytes | None, int]:
     removed = change.removed[np.searchsorted(change.removed, np.uint64(lower)) :]
     fits = room // KEY_BYTES
     upper = KEY_LIMIT
+    # Without room for the fields `fits` is negative, so even a part of no keys is refused.
     if len(added) + len(removed) > fits:
         if fits < MIN_KEYS_A_PART:
             return None, lower
         upper = _key_after(added, removed, fits)
         added = added[: np.searchsorted(added, np.uint64(upper))]
         removed = removed[: np.searchsorted(removed, np.uint64(upper))]
-    elif room < 0:
-        return None, lower
     versions = (change.since, change.version, change.checksum)
     keys = (pack_keys(added), pack_keys(removed))
     return encode_part(Update(debt.endpoint, debt.incarnation, *versions, lower, upper, *keys, debt.url)), upper

@@ -302,8 +302,7 @@ class RadixTree:
             keys.append(key)
         made = len(leaf.keys) - start
         if not made:
-            if len(node.children) == 1 and node.parent is not None:
-                self._merge(node)
+            self._prune(node)
             return
         for count in leaf.counts.values():
             count.extend([0] * made)
@@ -312,6 +311,9 @@ class RadixTree:
         if tier is not None:
             for at in range(start, start + made):
                 self._count(leaf, at, tier, 1)
+        elif made < len(blocks):
+            del keys[-made:]
+            self._prune(leaf)
 
     def _count(self, node: _Node, at: int, tier: str, change: int) -> None:
         counts = node.counts.get(tier)
