@@ -50,8 +50,8 @@ class EngineDefaults(NamedTuple):
 
 ENGINE_DEFAULTS = {
     "emulated": EngineDefaults(requests=800, rate=14.0, capacity_blocks=800),
-    # Two cores prefill about 1,700 tokens a second between them, half of it for the client and the sidecars.
-    "vllm": EngineDefaults(requests=120, rate=1.2, capacity_blocks=800),
+    # Two cores, which client, sidecars and engines share, prefill about 1,000 tokens a second between them.
+    "vllm": EngineDefaults(requests=100, rate=0.7, capacity_blocks=800),
 }
 DEMO_POLICIES = ("default", "greedy", "longest", "least", "none")
 

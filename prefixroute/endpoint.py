@@ -60,7 +60,7 @@ class LocalEndpoint:
             self.unit = gcd(self.unit, cached_tokens)
         told: list[NodeEvent] = []
         if self.history is None:
-            if self.residency.counts.batches or chain.depth < 2:
+            if self.residency.counts.stored or chain.depth < 2:
                 return Changes(set(), set()), told
             self._served_silently += 1
             if self._served_silently < SILENT_AFTER:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, insort
+from itertools import islice
 from typing import NamedTuple
 
 from .gossip import Copy, Peer
@@ -210,27 +211,26 @@ class Fleet:
     def cheapest(self, mask: int, n: int) -> list[Standing]:
         """Return the `n` endpoints of `mask` that are cheapest to reach, in order.
 
-        O(bits) when there are hardly more than `n`; else it looks down the ranking, which ends soon for a mask of many.
+        O(bits), and O(n) as a rule: of many the first are found soon down the ranking. Holders of a hot prefix may all
+        be at its end, since they are the busiest, so the look down it is as long as the mask is wide, and no longer.
         """
-        if not mask:
-            return []
-        if mask.bit_count() <= max(n, 2):
-            few = []
-            while mask:
-                low = mask & -mask
-                few.append(self.by_bit[low])
-                mask ^= low
-            if len(few) > 1:
-                few.sort(key=_rank_of)
-            return few[:n]
+        bits = mask.bit_count()
         found: list[Standing] = []
-        for _, _, name in self._ranking:
-            standing = self.standings[name]
-            if standing.bit & mask:
-                found.append(standing)
-                if len(found) == n:
-                    break
-        return found
+        if bits > n:
+            for _, _, name in islice(self._ranking, bits):
+                standing = self.standings[name]
+                if standing.bit & mask:
+                    found.append(standing)
+                    if len(found) == n:
+                        return found
+            found.clear()
+        while mask:
+            low = mask & -mask
+            found.append(self.by_bit[low])
+            mask ^= low
+        if len(found) > 1:
+            found.sort(key=_rank_of)
+        return found[:n]
 
     def _unrank(self, standing: Standing) -> None:
         if standing.rank is not None:

@@ -10,7 +10,8 @@ Rules:
 2. Relayed news is as old as the owner's own last word: ages add up along relays. So hearsay neither keeps a dead
    endpoint alive, nor brings a forgotten one back.
 3. Nothing that arrives raises: it is counted by kind, and an event tells.
-4. An owner that meets a later life of itself moves past it.
+4. An owner that meets a later life of itself, or words of its life that it has not spoken, moves past it.
+5. A node that was itself paused heard nobody, and blames nobody for that time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import NamedTuple
 import numpy as np
 from cachetools import LRUCache
 
+from .copies import Copy as Copy
+from .copies import Peer as Peer
 from .digest import (
     KEY_LIMIT,
     Keys,
@@ -41,12 +44,14 @@ from .digest import (
 from .domain import Domain
 from .errors import DecodeError, UsageError
 from .events import DatagramRejected, DomainMismatch, NodeEvent, PeerChanged, ReplicaChanged
-from .load import Advert, LoadReport
-from .replica import NO_KEYS, Change, OwnedSet, Verdict, WriterSet, judge
+from .load import Advert
+from .replica import NO_KEYS, Change, OwnedSet, Verdict, judge
 from .transfer import Assembly, Debt, cut, least_room, owed
 
 STALLED_S = 1.0
 """A transfer without a part for so long gives way to another one."""
+
+MAX_INCARNATION = 2**63 - 1
 
 
 class Datagram(NamedTuple):
@@ -81,64 +86,6 @@ class GossipSettings:
             raise UsageError("gossip needs interval_s < suspect_after_s < forget_after_s")
 
 
-class Peer:
-    """Another node that this one talks to."""
-
-    __slots__ = ("address", "heard_at", "node", "probes", "rtt_s", "same_domain", "state")
-
-    def __init__(self, node: str, address: Hashable, now: float) -> None:
-        self.node = node
-        self.address = address
-        self.heard_at = now
-        self.same_domain = False
-        self.state = "new"
-        self.rtt_s: float | None = None
-        self.probes: dict[int, float] = {}
-
-
-class Copy:
-    """One endpoint as this node knows it: its own (`mine`), or the replica of a peer's."""
-
-    __slots__ = (
-        "advert",
-        "assembly",
-        "endpoint",
-        "heard_at",
-        "heartbeat",
-        "incarnation",
-        "keys",
-        "mine",
-        "suspected",
-        "url",
-    )
-
-    def __init__(self, endpoint: str, mine: bool, incarnation: int, now: float, url: str = "") -> None:
-        self.endpoint = endpoint
-        self.mine = mine
-        self.incarnation = incarnation
-        self.keys: WriterSet = OwnedSet() if mine else WriterSet()
-        self.heartbeat = 0
-        self.heard_at = now
-        self.advert = Advert(LoadReport())
-        self.url = url
-        self.assembly: Assembly | None = None
-        self.suspected = False
-
-    @property
-    def held(self) -> tuple[int, int]:
-        """(incarnation, version); version 0 while nothing was received."""
-        return (self.incarnation, self.keys.version)
-
-    @property
-    def beat(self) -> tuple[int, int]:
-        """(incarnation, heartbeat): orders the owner's words."""
-        return (self.incarnation, self.heartbeat)
-
-    def age_s(self, now: float) -> float:
-        """Seconds since the owner's own last word; 0 for one's own."""
-        return 0.0 if self.mine else max(0.0, now - self.heard_at)
-
-
 class Gossip:
     """The replication state of one node. `on_update(endpoint, added, removed)` tells every change of a replica."""
 
@@ -158,6 +105,8 @@ class Gossip:
         self.peers: dict[str, Peer] = {}
         self.copies: dict[str, Copy] = {}
         self.next_round_at = now
+        self._round_at = now
+        self._awake_at = now
         front = overhead_bytes(Message(node, 2**63 - 1, 2**63 - 1, True, domain.fields()))
         if settings.datagram_bytes < front + least_room():
             raise UsageError(
@@ -199,6 +148,10 @@ class Gossip:
     def round(self, now: float) -> None:
         """Run one round: sweep what is unheard, beat, and send SYN to `fan_out` peers. O(endpoints)."""
         interval = self.settings.interval_s
+        if now - self._round_at > interval + 0.5 * self.settings.suspect_after_s:
+            self._awake_at = now
+            self._counters["pauses"] += 1
+        self._round_at = now
         self.next_round_at = max(self.next_round_at + interval, now + 0.5 * interval)
         self._sweep(now)
         for copy in self.copies.values():
@@ -211,7 +164,7 @@ class Gossip:
             if len(peer.probes) >= 8:
                 peer.probes.pop(next(iter(peer.probes)))
             peer.probes[self._nonce] = now
-            self._send(peer, Kind.SYN, 0, list(self._rotated()), [], now)
+            self._send(peer, Kind.SYN, 0, (self._entry(copy, now) for copy in self._rotated()), [])
         self._counters["rounds"] += 1
 
     def receive(self, data: bytes, source: Hashable, now: float) -> None:
@@ -246,11 +199,12 @@ class Gossip:
 
     def _rotated(self) -> Iterable[Copy]:
         """Own endpoints first, then the others, starting elsewhere each time: what does not fit waits its turn."""
-        others = [copy for copy in self.copies.values() if not copy.mine]
-        self._turn = (self._turn + 1) % max(len(others), 1)
-        yield from (copy for copy in self.copies.values() if copy.mine)
-        yield from others[self._turn :]
-        yield from others[: self._turn]
+        self._turn += 1
+        for mine in (True, False):
+            copies = [copy for copy in self.copies.values() if copy.mine is mine]
+            start = self._turn % max(len(copies), 1)
+            yield from copies[start:]
+            yield from copies[:start]
 
     def _entry(self, copy: Copy, now: float) -> VectorEntry:
         want = None
@@ -261,19 +215,19 @@ class Gossip:
         version = copy.keys.version
         return VectorEntry(copy.endpoint, *copy.beat, version, age_ms, copy.advert.to_wire(), want)
 
-    def _send(self, peer: Peer, kind: Kind, echo: int, vector: list[Copy], debts: list[Debt], now: float) -> None:
+    def _send(self, peer: Peer, kind: Kind, echo: int, vector: Iterable[VectorEntry], debts: list[Debt]) -> None:
         """Send a vector and what is owed, in as many datagrams as the burst allows; each fits after encoding."""
         domain = None if peer.same_domain else self._domain.fields()
         budget = self.settings.datagram_bytes
         nonce = self._nonce if kind is Kind.SYN else 0
         room = budget - overhead_bytes(Message(self.node, nonce, echo, True, domain))
         entries: list[bytes] = []
-        for copy in vector:
-            entry = encode_part(self._entry(copy, now))
-            if len(entry) > room:
+        for entry in vector:
+            encoded = encode_part(entry)
+            if len(encoded) > room:
                 break
-            entries.append(entry)
-            room -= len(entry)
+            entries.append(encoded)
+            room -= len(encoded)
         complete = kind is Kind.SYN and len(entries) == len(self.copies)
         updates: list[bytes] = []
         spent = 0
@@ -282,6 +236,10 @@ class Gossip:
             while lower < KEY_LIMIT:
                 part, upper = cut(debt, lower, room)
                 if part is None:
+                    if not entries and not updates:
+                        # Names and urls that a node with larger datagrams may allow leave no room for keys here.
+                        self._counters["updates_too_long"] += 1
+                        break
                     spent += self._put(peer, kind, Message(self.node, nonce, echo, complete, domain), entries, updates)
                     if spent + budget > self.settings.burst_bytes:
                         self._counters["bursts_cut"] += 1
@@ -325,17 +283,19 @@ class Gossip:
             gone = self._gone.get(entry.endpoint)
             if gone is not None and (entry.incarnation, entry.heartbeat) <= gone:
                 return
-            if now - heard_at > self.settings.forget_after_s or not _named(entry.endpoint):
+            # An endpoint of this node's own name that it does not have is one of its former life.
+            if now - heard_at > self.settings.forget_after_s or _owner(entry.endpoint) in ("", self.node):
                 return
-            copy = self.copies[entry.endpoint] = Copy(entry.endpoint, False, entry.incarnation, heard_at)
+            copy = self.copies[entry.endpoint] = Copy(entry.endpoint, False, entry.incarnation, now)
+            copy.heard_at = heard_at
             self._touched.add(entry.endpoint)
             self._emit(ReplicaChanged(entry.endpoint, "learnt"))
         elif copy.mine:
-            if entry.incarnation > copy.incarnation or (
-                entry.incarnation == copy.incarnation and entry.version > copy.keys.version
-            ):
-                copy.incarnation = entry.incarnation + 1
+            if (entry.incarnation, entry.version) > copy.held or (entry.incarnation, entry.heartbeat) > copy.beat:
+                copy.incarnation = min(entry.incarnation + 1, MAX_INCARNATION)
                 self._counters["refutations"] += 1
+                reason = f"incarnation {entry.incarnation} was used before, or another node has this name"
+                self._emit(ReplicaChanged(copy.endpoint, "refuted", reason))
             return
         if (entry.incarnation, entry.heartbeat) <= copy.beat:
             return
@@ -424,7 +384,7 @@ class Gossip:
         """Send what the peer's vector lacks, and to a SYN also the entries in which the two differ."""
         theirs = {entry.endpoint: entry for entry in message.vector}
         debts: list[Debt] = []
-        news: list[Copy] = []
+        news = [last for entry in message.vector if (last := self._last_word(peer, entry)) is not None]
         for copy in self.copies.values():
             entry = theirs.get(copy.endpoint)
             if entry is None:
@@ -432,15 +392,27 @@ class Gossip:
                     continue
                 entry = VectorEntry(copy.endpoint, 0, 0)
             held = (entry.incarnation, entry.version)
-            if copy.keys.version and copy.held > held:
+            if copy.keys.version and copy.held > held and _owner(copy.endpoint) != peer.node:
                 debts.append(Debt(copy.endpoint, copy.incarnation, copy.url, *owed(copy.keys, copy.incarnation, entry)))
             if copy.held != held or copy.beat > (entry.incarnation, entry.heartbeat):
-                news.append(copy)
+                news.append(self._entry(copy, now))
+        # What the peer does not know at all goes first: an update of it would be dropped.
+        news.sort(key=lambda entry: entry.endpoint in theirs)
         debts.sort(key=lambda debt: debt.staleness, reverse=True)
         if kind is Kind.SYN:
-            self._send(peer, Kind.SYN_ACK, message.nonce, news, debts, now)
+            self._send(peer, Kind.SYN_ACK, message.nonce, news, debts)
         elif debts:
-            self._send(peer, Kind.ACK, 0, [], debts, now)
+            self._send(peer, Kind.ACK, 0, [], debts)
+
+    def _last_word(self, peer: Peer, entry: VectorEntry) -> VectorEntry | None:
+        """What an owner must move past: later words than its own, of an endpoint that was forgotten since.
+
+        They are too old for anybody but the owner to take.
+        """
+        gone = self._gone.get(entry.endpoint)
+        if gone is None or entry.endpoint in self.copies or _owner(entry.endpoint) != peer.node:
+            return None
+        return VectorEntry(entry.endpoint, *gone, 0, 2**32 - 1) if gone > (entry.incarnation, entry.heartbeat) else None
 
     # --- refusals, liveness --------------------------------------------------------------------------------
 
@@ -451,6 +423,10 @@ class Gossip:
     def _refuse_domain(self, source: Hashable, message: Message, now: float) -> None:
         """Tell which field differs, once a minute for each source and field."""
         self._counters["rejected_domain"] += 1
+        peer = self.peers.get(message.sender)
+        if peer is not None:
+            # It came back with another domain: let it see this one's fields, so that it can tell too.
+            peer.same_domain = False
         theirs = message.domain or {}
         for name, ours in self._domain.fields().items():
             other = theirs.get(name)
@@ -468,20 +444,23 @@ class Gossip:
                 return
 
     def _sweep(self, now: float) -> None:
-        """Suspect and forget what was not heard."""
+        """Suspect and forget what was not heard while this node was listening."""
         limits = self.settings
         for peer in self.peers.values():
-            if peer.state in ("heard", "new") and now - peer.heard_at > limits.suspect_after_s:
+            silence = now - max(peer.heard_at, self._awake_at)
+            if peer.state in ("heard", "new") and silence > limits.suspect_after_s:
                 peer.state = "suspected"
                 self._emit(PeerChanged(peer.node, "suspected", f"unheard for {now - peer.heard_at:.1f} s"))
         for copy in [copy for copy in self.copies.values() if not copy.mine]:
             age = copy.age_s(now)
-            copy.suspected = age > limits.suspect_after_s
-            if age > limits.forget_after_s:
+            # Who was known before the pause is given the time since; what others said after it is as old as they say.
+            silence = min(age, now - self._awake_at) if copy.known_at <= self._awake_at else age
+            copy.suspected = silence > limits.suspect_after_s or (copy.suspected and age > limits.suspect_after_s)
+            if silence > limits.forget_after_s:
                 self.forget(copy.endpoint, f"unheard for {age:.0f} s")
 
 
-def _named(endpoint: str) -> bool:
-    """Whether an endpoint's name has the form node/name."""
-    node, slash, name = endpoint.partition("/")
-    return bool(node and slash and name)
+def _owner(endpoint: str) -> str:
+    """The node of an endpoint named "node/name"; "" if its name has another form."""
+    node, _, name = endpoint.partition("/")
+    return node if name else ""

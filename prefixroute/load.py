@@ -223,8 +223,8 @@ class Ledger:
         return 0.0
 
     def sent_since(self, moment: float) -> float:
-        """Seconds of work booked after `moment`, which a report of that moment cannot know. O(open)."""
-        return sum(booking.work_s for booking in self._open.values() if booking.booked_at > moment)
+        """Seconds of work booked at `moment` or later, which a report of that moment cannot know. O(open)."""
+        return sum(booking.work_s for booking in self._open.values() if booking.booked_at >= moment)
 
 
 class RateEstimate:

@@ -141,7 +141,8 @@ class Reblocker:
             span.root = root
             for tier in span.copies:
                 self.hold(span, tier)
-            stack.extend(span.each_kid())
+            if span.root is not None:
+                stack.extend(span.each_kid())
 
     def hold(self, span: Span, tier: str) -> None:
         """Vouch in `tier`, in which `span` just got its first copy."""
@@ -168,7 +169,7 @@ class Reblocker:
                 self.tree.remove(span.key, span.end // size, (span.end - span.start) // size, tier)
             return
         for last, end in self._ended(span):
-            if last.key is not None and last.key in self.tree and _vouched(last, end - size, tier):
+            if last.key is not None and self._placed(last) and _vouched(last, end - size, tier):
                 self.tree.remove(self._key_at(last, last.key, end), end // size, 1, tier)
 
     def unresolve(self, span: Span) -> None:
@@ -182,9 +183,12 @@ class Reblocker:
 
     def lost(self, span: Span) -> bool:
         """Whether the tree alone had the span's tokens, and dropped them with the last copy."""
-        return span.root is not None and span.tokens is None and span.key not in self.tree
+        return span.root is not None and span.tokens is None and not self._placed(span)
 
     # --- parts ---------------------------------------------------------------------------------------------
+
+    def _placed(self, span: Span) -> bool:
+        return self.tree.has(span.key, span.end // self._spec.block_tokens)
 
     def _aligned(self, span: Span) -> bool:
         size = self._spec.block_tokens
@@ -233,11 +237,11 @@ class Reblocker:
         """Return the span's key, making the path to it if the tree lacks it; None if tokens of it are not known."""
         tree, size = self.tree, self._spec.block_tokens
         assert span.root is not None
-        if span.key is not None and span.key in tree:
+        if self._placed(span):
             return span.key
         unplaced: list[Span] = []
         above: Span | None = span
-        while above is not None and (above.key is None or above.key not in tree):
+        while above is not None and not self._placed(above):
             unplaced.append(above)
             above = above.parent
         tree.plant(span.root)

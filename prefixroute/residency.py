@@ -203,15 +203,19 @@ class Residency:
         data = self._content(event)
         if event.block_size > 0:
             group.block_size = max(group.block_size, event.block_size)
-        parent = self._found(group, event.parent) if event.parent is not None else None
         if data is None or group.reblocker is None:
             for handle in event.handles:
                 span = self._span(group, handle)
                 self.counts.hash_only += data is None and not span.known
                 self._hold(group, span, event.tier)
             return
+        fresh = group.spans.keys().isdisjoint(event.handles)
+        if not fresh:
+            for handle in event.handles:
+                self._found(group, handle)
+        parent = self._found(group, event.parent) if event.parent is not None else None
         root = self._domain.root_key(event.namespace) if event.parent is None else parent.root if parent else None
-        if root is not None and self._store_new(group, event, data, parent, root):
+        if fresh and root is not None and self._store_new(group, event, data, parent, root):
             return
         learnt: list[Span] = []
         for i, handle in enumerate(event.handles):
@@ -233,8 +237,6 @@ class Residency:
         """The common case in one pass: every handle is new, and the path is known."""
         assert group.reblocker is not None
         if event.contents or len(set(event.handles)) < len(event.handles):
-            return False
-        if any(handle in group.spans for handle in event.handles):
             return False
         spans = [Span(handle, self._epoch) for handle in event.handles]
         if not group.reblocker.store_run(spans, parent, root, data, event.tier):

@@ -1,13 +1,16 @@
 """Transfers: which change a peer is owed, how it is cut to a budget, and how its parts become whole again.
 
 Rules:
-1. A part holds all keys of the change in its range [lower, upper), so parts are checked, repeated and reordered freely.
+1. A part holds all keys of the change in its range [lower, upper), so parts are checked, repeated, reordered and cut
+   anew at other borders freely.
 2. A receiver says up to which key it has everything; any holder of the same versions goes on from there.
 3. The smaller of delta and snapshot is sent.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -91,9 +94,9 @@ def _key_after(added: Keys, removed: Keys, n: int) -> int:
 
 
 class Assembly:
-    """A change that arrives in parts, each the keys of one range; parts may come twice and in any order."""
+    """A change that arrives in parts, each the keys of one range; parts may come twice, overlap, and in any order."""
 
-    __slots__ = ("_parts", "checksum", "incarnation", "since", "touched_at", "version")
+    __slots__ = ("_lowers", "_parts", "checksum", "cursor", "incarnation", "since", "touched_at", "version")
 
     def __init__(self, incarnation: int, since: int, version: int, checksum: int, now: float) -> None:
         self.incarnation = incarnation
@@ -101,28 +104,41 @@ class Assembly:
         self.version = version
         self.checksum = checksum
         self.touched_at = now
+        self.cursor = 0
+        """The key up to which everything has come."""
+        # Disjoint ranges: their lower ends in order, and by lower end (upper, added, removed).
+        self._lowers: list[int] = []
         self._parts: dict[int, tuple[int, Keys, Keys]] = {}
 
-    @property
-    def cursor(self) -> int:
-        """The key up to which everything has come."""
-        at = 0
-        while at in self._parts:
-            at = self._parts[at][0]
-        return at
-
     def offer(self, lower: int, upper: int, added: Keys, removed: Keys, now: float) -> Change | None:
-        """Take a part; return the whole change once it is there. Parts that do not join on are dropped."""
-        if upper > lower and (lower not in self._parts or self._parts[lower][0] < upper):
-            self._parts[lower] = (upper, added, removed)
+        """Take what is new in a part; return the whole change once it is there. O(log parts) and a memmove."""
+        for start, end in list(self._missing(lower, upper)):
+            self._parts[start] = (end, _between(added, start, end), _between(removed, start, end))
+            insort(self._lowers, start)
             self.touched_at = now
+        while self.cursor in self._parts:
+            self.cursor = self._parts[self.cursor][0]
         if self.cursor != KEY_LIMIT:
             return None
-        adds: list[Keys] = []
-        removes: list[Keys] = []
-        at = 0
-        while at < KEY_LIMIT:
-            at, added, removed = self._parts[at]
-            adds.append(added)
-            removes.append(removed)
-        return Change(self.since, self.version, np.concatenate(adds), np.concatenate(removes), self.checksum)
+        parts = [self._parts[start] for start in self._lowers]
+        adds = np.concatenate([part[1] for part in parts])
+        removes = np.concatenate([part[2] for part in parts])
+        return Change(self.since, self.version, adds, removes, self.checksum)
+
+    def _missing(self, lower: int, upper: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges within [lower, upper) of which nothing has come."""
+        i = bisect_right(self._lowers, lower)
+        if i:
+            lower = max(lower, self._parts[self._lowers[i - 1]][0])
+        while lower < upper:
+            start = self._lowers[i] if i < len(self._lowers) else KEY_LIMIT
+            if lower < start:
+                yield lower, min(start, upper)
+            lower = self._parts[start][0] if start < upper else upper
+            i += 1
+
+
+def _between(keys: Keys, lower: int, upper: int) -> Keys:
+    """The keys within [lower, upper)."""
+    start, end = np.searchsorted(keys, np.array([lower, upper], np.uint64))
+    return keys[start:end]

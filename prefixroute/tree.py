@@ -84,8 +84,13 @@ class RadixTree:
         """Blocks in the tree, matchable or not."""
         return len(self._where) - len(self._roots)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._where
+    def has(self, key: int | None, depth: int) -> bool:
+        """Whether the block (key, depth) is in the tree, held or not; a namespace's root has depth 0. O(1)."""
+        node = self._where.get(key) if key is not None else None
+        if node is None:
+            return False
+        at = depth - node.depth - 1
+        return depth == 0 if node.parent is None else 0 <= at < len(node.keys) and node.keys[at] == key
 
     @property
     def matchable(self) -> int:
@@ -253,7 +258,7 @@ class RadixTree:
         run = []
         for _ in range(n):
             if at < 0:
-                if node.parent is None:
+                if node.parent is None or node.parent.parent is None:
                     raise UsageError("the run reaches above the root")
                 node = node.parent
                 at = len(node.keys) - 1

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from prefixroute_lan4 import demo
 from prefixroute_lan4.cluster import ClusterSettings
 from prefixroute_lan4.engines import EmulatedLauncher, EmulatedTiming, EngineSpec
@@ -48,7 +47,9 @@ def alive(pid: int) -> bool:
 
 
 def fast_engine(spec: EngineSpec) -> EmulatedLauncher:
-    return EmulatedLauncher(spec, EmulatedTiming(prefill_tokens_per_s=20_000, overhead_s=0.001, decode_s_per_token=0.001))
+    return EmulatedLauncher(
+        spec, EmulatedTiming(prefill_tokens_per_s=20_000, overhead_s=0.001, decode_s_per_token=0.001)
+    )
 
 
 class Recorder(Silent):

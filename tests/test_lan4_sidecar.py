@@ -10,6 +10,7 @@ import contextlib
 import json
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,12 +31,13 @@ from prefixroute_lan4.sidecar import Sidecar
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prefixroute import Outcome
-from prefixroute.emulator import EmulatedEngine, EngineConfig, KvEventsConfig, ServiceModel
-from prefixroute.emulator.tokenizer import encode
+from prefixroute.emulator import Answer, EmulatedEngine, EngineConfig, KvEventsConfig, ServiceModel
+from prefixroute.emulator.tokenizer import ChatMessage, encode, render_chat
 
 MODEL = "m"
 DEADLINE_S = 20.0
 PREFIX = " ".join(f"word{n}" for n in range(300))
+EXPECTED = Answer(encode(PREFIX)).text(0, 6)
 
 
 @dataclass
@@ -47,9 +49,11 @@ class Faults:
     break_after: int | None = None
     hang: bool = False
     calls: list[dict[str, str]] = field(default_factory=list)
+    paths: Counter[str] = field(default_factory=Counter)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve, or misbehave as told."""
+        self.paths[scope["path"]] += 1
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self.app(scope, receive, send)
             return
@@ -133,6 +137,7 @@ class NodeUnderTest:
     sidecar_faults: Faults
     url: str
     servers: contextlib.AsyncExitStack
+    engine_server: contextlib.AsyncExitStack
 
 
 @dataclass
@@ -148,26 +153,27 @@ class Pair:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, **changes}
         return await self.client.post(f"{node.url}/v1/completions", json=body, timeout=DEADLINE_S)
 
-    async def warm(self, node: NodeUnderTest, prefix: str = PREFIX) -> None:
-        """Make `node` hold `prefix`, and the other node know."""
-        reply = await self.client.post(
-            f"{node.url}/v1/completions",
-            json={"model": MODEL, "prompt": prefix, "max_tokens": 1},
-            headers={"x-prefixroute-hop": "1"},
-        )
-        assert reply.status_code == 200
-        other = self.one if node is self.two else self.two
+    async def warm(self) -> None:
+        """Make node 2 hold PREFIX, and node 1 know."""
+        body = {"model": MODEL, "prompt": PREFIX, "max_tokens": 1}
+        hop = {"x-prefixroute-hop": "1"}
+        assert (await self.client.post(f"{self.two.url}/v1/completions", json=body, headers=hop)).status_code == 200
+        await self.known(PREFIX)
 
-        async def known() -> bool:
-            decision = other.sidecar.node.route(encode(prefix), other.sidecar.driver.now())
-            other.sidecar.node.report(decision, Outcome.cancelled(), other.sidecar.driver.now())
-            return decision.target == node.sidecar.endpoint
+    async def known(self, prompt: str) -> None:
+        """Wait until node 1 would send `prompt` to node 2."""
+        node, now = self.one.sidecar.node, self.one.sidecar.driver.now
 
-        await until(known)
+        def forwards() -> bool:
+            decision = node.route(encode(prompt), now())
+            node.report(decision, Outcome.cancelled(), now())
+            return decision.target == self.two.sidecar.endpoint
+
+        await until(forwards)
 
 
 async def start_node(
-    stack: contextlib.AsyncExitStack, name: str, ports: dict[str, int], folder: Path, **engine_changes: object
+    stack: contextlib.AsyncExitStack, name: str, ports: dict[str, int], folder: Path, policy: str
 ) -> NodeUnderTest:
     kv_events = KvEventsConfig(
         enable_kv_cache_events=True,
@@ -181,13 +187,13 @@ async def start_node(
         capacity_blocks=256,
         service=ServiceModel(prefill_tokens_per_s=2000, overhead_s=0.002, decode_s_per_token=0.002),
         kv_events=kv_events,
-        **engine_changes,  # type: ignore[arg-type]
     )
     engine = await stack.enter_async_context(EmulatedEngine(config))
     servers = await stack.enter_async_context(contextlib.AsyncExitStack())
     engine_faults = Faults(engine.app)
     engine_listener, listener = listen(), listen()
-    await servers.enter_async_context(served(engine_faults, engine_listener))
+    engine_server = await servers.enter_async_context(contextlib.AsyncExitStack())
+    await engine_server.enter_async_context(served(engine_faults, engine_listener))
     sidecar = Sidecar(
         SidecarConfig(
             node=name,
@@ -195,9 +201,10 @@ async def start_node(
             gossip=Address(port=ports[name]),
             engine=SidecarEngine(
                 url=f"http://127.0.0.1:{engine_listener.getsockname()[1]}",
-                events=kv_events.endpoint,
-                replay=kv_events.replay_endpoint or "",
-                topic="kv",
+                # one node is told where its engine publishes, the other one asks
+                events=kv_events.endpoint if name == "node-1" else "",
+                replay=kv_events.replay_endpoint or "" if name == "node-1" else "",
+                topic="kv" if name == "node-1" else "",
                 prefill_tokens_per_s=2000,
                 load_probe_s=0.05,
             ),
@@ -205,24 +212,25 @@ async def start_node(
             peers=tuple(
                 PeerConfig(node=peer, gossip=Address(port=port)) for peer, port in ports.items() if peer != name
             ),
-            timeouts=TimeoutConfig(connect_s=1.0, forward_read_s=0.5),
+            policy=policy,
+            timeouts=TimeoutConfig(connect_s=1.0, stream_s=0.5, whole_s=0.5),
         )
     )
     await stack.enter_async_context(sidecar.running())
     sidecar_faults = Faults(sidecar.app)
     await servers.enter_async_context(served(sidecar_faults, listener))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    return NodeUnderTest(name, engine, engine_faults, sidecar, sidecar_faults, url, servers)
+    return NodeUnderTest(name, engine, engine_faults, sidecar, sidecar_faults, url, servers, engine_server)
 
 
-def run_pair(test: Callable[[Pair], Coroutine[Any, Any, None]], folder: Path, **engine_changes: object) -> None:
+def run_pair(test: Callable[[Pair], Coroutine[Any, Any, None]], folder: Path, policy: str = "default") -> None:
     """Run `test` against two acquainted nodes."""
 
     async def main() -> None:
         ports = {"node-1": udp_port(), "node-2": udp_port()}
         async with contextlib.AsyncExitStack() as stack:
-            one = await start_node(stack, "node-1", ports, folder, **engine_changes)
-            two = await start_node(stack, "node-2", ports, folder, **engine_changes)
+            one = await start_node(stack, "node-1", ports, folder, policy)
+            two = await start_node(stack, "node-2", ports, folder, policy)
             client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
             await test(Pair(one, two, client))
 
@@ -246,7 +254,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_prompt_goes_once_to_the_node_that_holds_its_prefix(folder: Path) -> None:
     async def test(pair: Pair) -> None:
-        await pair.warm(pair.two)
+        await pair.warm()
         reply = await pair.ask(pair.one, PREFIX + " and then")
         assert reply.headers["x-prefixroute-target"] == "node-2/0"
         assert int(reply.headers["x-prefixroute-matched"]) > 200
@@ -269,14 +277,13 @@ def test_a_prompt_goes_once_to_the_node_that_holds_its_prefix(folder: Path) -> N
 
 def test_the_same_answer_comes_from_either_node_streamed_or_not_text_or_tokens(folder: Path) -> None:
     async def test(pair: Pair) -> None:
-        expected = (await pair.ask(pair.two, PREFIX)).json()["choices"][0]["text"]
-        await pair.warm(pair.two)
+        await pair.warm()
         for prompt in (PREFIX, encode(PREFIX)):
             for node in (pair.one, pair.two):
                 whole = await pair.ask(node, prompt)
-                assert whole.json()["choices"][0]["text"] == expected
+                assert whole.json()["choices"][0]["text"] == EXPECTED
                 streamed = await pair.ask(node, prompt, stream=True)
-                assert texts(streamed.content) == expected
+                assert texts(streamed.content) == EXPECTED
                 assert streamed.headers["content-type"].startswith("text/event-stream")
 
     run_pair(test, folder)
@@ -286,18 +293,12 @@ def test_chat_is_routed_by_the_rendered_conversation(folder: Path) -> None:
     async def test(pair: Pair) -> None:
         messages = [{"role": "user", "content": PREFIX}]
         body = {"model": MODEL, "messages": messages, "max_tokens": 4}
-        hop = {"x-prefixroute-hop": "1"}
-        first = await pair.client.post(f"{pair.two.url}/v1/chat/completions", json=body, headers=hop)
-        assert first.status_code == 200
-        answer = first.json()["choices"][0]["message"]["content"]
-
-        async def forwarded() -> bool:
-            reply = await pair.client.post(f"{pair.one.url}/v1/chat/completions", json=body)
-            assert reply.json()["choices"][0]["message"]["content"] == answer
-            return reply.headers["x-prefixroute-target"] == "node-2/0"
-
-        # asked at node 1 it may be computed there once, before the news has come
-        await until(forwarded)
+        first = await pair.client.post(f"{pair.two.url}/v1/chat/completions", json=body)
+        await pair.known(render_chat([ChatMessage("user", PREFIX)]))
+        second = await pair.client.post(f"{pair.one.url}/v1/chat/completions", json=body)
+        assert second.headers["x-prefixroute-target"] == "node-2/0"
+        assert int(second.headers["x-prefixroute-matched"]) > 200
+        assert second.json()["choices"] == first.json()["choices"]
 
     run_pair(test, folder)
 
@@ -305,8 +306,7 @@ def test_chat_is_routed_by_the_rendered_conversation(folder: Path) -> None:
 @pytest.mark.parametrize("fault", ["down", "status 500", "status 503", "hang", "break before the first byte"])
 def test_a_peer_that_does_not_answer_costs_no_answer(folder: Path, fault: str) -> None:
     async def test(pair: Pair) -> None:
-        expected = (await pair.ask(pair.two, PREFIX)).json()["choices"][0]["text"]
-        await pair.warm(pair.two)
+        await pair.warm()
         faults = pair.two.sidecar_faults
         if fault == "down":
             await pair.two.servers.aclose()
@@ -321,7 +321,7 @@ def test_a_peer_that_does_not_answer_costs_no_answer(folder: Path, fault: str) -
             assert reply.status_code == 200
             assert reply.headers["x-prefixroute-target"] == "node-1/0"
             text = texts(reply.content) if stream else reply.json()["choices"][0]["text"]
-            assert text == expected
+            assert text == EXPECTED
         assert pair.one.sidecar.stats()["requests"]["failed attempts"] >= 1
         # the peer is left alone afterwards: the second request did not try it, or tried it and failed over
         assert pair.one.sidecar.stats()["requests"]["local"] == 2
@@ -333,13 +333,12 @@ def test_a_peer_that_does_not_answer_costs_no_answer(folder: Path, fault: str) -
 @pytest.mark.parametrize("events", [1, 3])
 def test_a_stream_that_breaks_goes_on_from_another_engine(folder: Path, where: str, events: int) -> None:
     async def test(pair: Pair) -> None:
-        expected = (await pair.ask(pair.two, PREFIX)).json()["choices"][0]["text"]
-        await pair.warm(pair.two)
+        await pair.warm()
         faults = pair.two.engine_faults if where == "engine" else pair.two.sidecar_faults
         faults.break_after = events
         reply = await pair.ask(pair.one, PREFIX, stream=True, stream_options={"include_usage": True})
         assert reply.headers["x-prefixroute-target"] == "node-2/0"
-        assert texts(reply.content) == expected
+        assert texts(reply.content) == EXPECTED
         assert pair.one.sidecar.stats()["requests"]["resumed"] == 1
 
     run_pair(test, folder)
@@ -374,15 +373,47 @@ def test_a_clients_mistakes_are_passed_on_and_counted_against_nobody(folder: Pat
     run_pair(test, folder)
 
 
-def test_prompts_that_cannot_be_told_exactly_are_served_where_they_arrive(folder: Path) -> None:
+def test_prompts_that_cannot_be_told_exactly_match_nothing(folder: Path) -> None:
     async def test(pair: Pair) -> None:
-        await pair.warm(pair.two)
+        await pair.warm()
         image = {"type": "image_url", "image_url": {"url": "data:,"}}
         message = {"role": "user", "content": [{"type": "text", "text": PREFIX}, image]}
         body = {"model": MODEL, "messages": [message]}
         await pair.client.post(f"{pair.one.url}/v1/chat/completions", json=body)
         assert pair.one.sidecar.stats()["requests"]["local"] == 1
         assert "forwarded" not in pair.one.sidecar.stats()["requests"]
+
+    run_pair(test, folder)
+
+
+def test_a_node_whose_engine_is_down_lets_the_others_serve(folder: Path) -> None:
+    async def test(pair: Pair) -> None:
+        await pair.one.engine_server.aclose()
+        for stream in (False, True):
+            reply = await pair.ask(pair.one, PREFIX, stream=stream)
+            assert reply.headers["x-prefixroute-target"] == "node-2/0"
+            assert (texts(reply.content) if stream else reply.json()["choices"][0]["text"]) == EXPECTED
+
+    run_pair(test, folder)
+
+
+def test_without_routing_nothing_leaves_whatever_happens(folder: Path) -> None:
+    async def test(pair: Pair) -> None:
+        for status in (503, 500):
+            pair.one.engine_faults.status = status
+            assert (await pair.ask(pair.one, PREFIX)).status_code == status
+        pair.one.engine_faults.status = None
+        assert (await pair.ask(pair.one, PREFIX)).headers["x-prefixroute-target"] == "node-1/0"
+        assert "forwarded" not in pair.one.sidecar.stats()["requests"]
+
+    run_pair(test, folder, policy="none")
+
+
+def test_a_prompt_is_tokenised_once(folder: Path) -> None:
+    async def test(pair: Pair) -> None:
+        for _ in range(3):
+            assert (await pair.ask(pair.one, "one two three")).status_code == 200
+        assert pair.one.engine_faults.paths["/tokenize"] == 1
 
     run_pair(test, folder)
 
@@ -405,7 +436,7 @@ def test_a_client_that_leaves_frees_the_engine(folder: Path) -> None:
 
 def test_decisions_are_explained_and_counted(folder: Path) -> None:
     async def test(pair: Pair) -> None:
-        await pair.warm(pair.two)
+        await pair.warm()
         for tail in ("a", "b", "c"):
             await pair.ask(pair.one, f"{PREFIX} {tail}")
         get = pair.client.get

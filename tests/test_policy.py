@@ -33,7 +33,7 @@ class TestNoRoutingContract(PolicyContract):
         return NoRouting()
 
 
-class StickToTheLongQueue:
+class WorthTheWay:
     """A user's own policy: forward only what saves more than `least_s`, and never into a queue longer than our own."""
 
     def __init__(self, least_s: float = 0.05) -> None:
@@ -54,7 +54,7 @@ class StickToTheLongQueue:
 
 class TestUsersOwnPolicyContract(PolicyContract):
     def make_policy(self) -> Policy:
-        return StickToTheLongQueue()
+        return WorthTheWay()
 
 
 class _SortsInPlace:

@@ -69,14 +69,15 @@ class DomainConfig(_Strict, frozen=True, kw_only=True):
 
 
 class TimeoutConfig(_Strict, frozen=True, kw_only=True):
-    """How long to wait, in seconds: for a connection, and for the next byte of a forwarded answer.
+    """How long to wait for another node, in seconds.
 
-    An unstreamed answer is one wait: `forward_read_s` must exceed the longest one. The local engine is never
-    given up for slowness.
+    For a connection; for the next bytes of a stream, the first ones included; for an answer that is not streamed.
+    The local engine is never given up for slowness.
     """
 
     connect_s: float = 1.0
-    forward_read_s: float = 120.0
+    stream_s: float = 30.0
+    whole_s: float = 300.0
 
 
 class SidecarConfig(_Strict, frozen=True, kw_only=True):

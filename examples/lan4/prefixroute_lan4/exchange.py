@@ -70,6 +70,7 @@ class Call(NamedTuple):
     path: str
     body: bytes
     headers: Sequence[tuple[str, str]]
+    streamed: bool
     forwarded: bool
 
 
@@ -173,7 +174,8 @@ class Exchange:
         else:
             url = site.node.endpoint_url(target)
             headers.append((HOP_HEADER, "1"))
-            timeout = httpx.Timeout(site.timeouts.forward_read_s, connect=site.timeouts.connect_s)
+            patience = site.timeouts.stream_s if call.streamed else site.timeouts.whole_s
+            timeout = httpx.Timeout(patience, connect=site.timeouts.connect_s)
         site.count("local" if local else "forwarded")
         return site.client.build_request("POST", url + call.path, content=call.body, headers=headers, timeout=timeout)
 
@@ -242,7 +244,7 @@ class Exchange:
             self._report(Outcome.cancelled())
 
     def _report(self, outcome: Outcome) -> str | None:
-        return self._site.node.report(self._decision, outcome, self._site.now())
+        return self._site.node.report(self._decision, outcome, self._site.now(), endpoint=self._target)
 
     def _headers(self, answer: _Answer) -> dict[str, str]:
         site, decision = self._site, self._decision

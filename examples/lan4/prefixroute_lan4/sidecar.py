@@ -23,12 +23,11 @@ import asyncio
 import contextlib
 import logging
 import random
-import socket
 import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Hashable
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,13 +42,14 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from prefixroute import Decision, LoadReport, Node, metrics
-from prefixroute.aio import Driver, Transport, UdpTransport
+from prefixroute.aio import Driver
 from prefixroute.errors import UsageError
 from prefixroute.events import EngineBatch, NodeEvent
 
-from .config import Address, SidecarConfig, load_config, make_policy
+from .config import SidecarConfig, load_config, make_policy
 from .exchange import HOP_HEADER, Call, Exchange, Site, error_reply
 from .measure import quantile
+from .sockets import open_gossip, open_listener
 from .tokens import Prompt, PromptReader
 
 log = logging.getLogger("prefixroute.sidecar")
@@ -67,29 +67,6 @@ _DROPPED_REQUEST_HEADERS = frozenset(
 _T = TypeVar("_T")
 
 
-class CountingTransport:
-    """A transport that counts what it sends."""
-
-    def __init__(self, inner: Transport) -> None:
-        self._inner = inner
-        self.bytes_sent = 0
-        self.datagrams_sent = 0
-
-    async def send(self, address: Hashable, data: bytes) -> None:
-        """Send and count."""
-        self.bytes_sent += len(data)
-        self.datagrams_sent += 1
-        await self._inner.send(address, data)
-
-    async def receive(self) -> tuple[bytes, Hashable]:
-        """The next datagram."""
-        return await self._inner.receive()
-
-    async def close(self) -> None:
-        """Close the inner transport."""
-        await self._inner.close()
-
-
 class Sidecar:
     """One node: its routing state, its connections and its HTTP application."""
 
@@ -100,6 +77,8 @@ class Sidecar:
             config.node, config.prefix_domain, rng=random.Random(), now=now, policy=make_policy(config.policy)
         )
         self.endpoint = self.node.add_endpoint(_RANK, url=config.public_url, incarnation=time.time_ns(), now=now)
+        # Said before the first probe answers: until then peers would take the library's default for this speed.
+        self.node.set_load(self.endpoint, self._with_speed(LoadReport()), now)
         for peer in config.peers:
             self.node.add_peer(peer.node, address=peer.gossip.pair, now=now)
         self._explained: deque[Decision] = deque(maxlen=_KEPT_DECISIONS)
@@ -124,7 +103,7 @@ class Sidecar:
     async def running(self) -> AsyncIterator[Sidecar]:
         """Gossip, follow the engine and probe its load until the block ends; UsageError when a port is taken."""
         config = self.config
-        self.transport = CountingTransport(await _open_udp(config.gossip))
+        self.transport = await open_gossip(config.gossip)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEEPALIVE_S)
         async with (
             httpx.AsyncClient(limits=limits, trust_env=False) as client,
@@ -217,16 +196,19 @@ class Sidecar:
         forwarded = HOP_HEADER in request.headers
         prompt = await self._prompts.read(payload, chat)
         decision = self._decide(prompt, forwarded)
-        call = Call(request.url.path, body, _request_headers(request), forwarded)
+        query = f"?{request.url.query}" if request.url.query else ""
+        call = Call(request.url.path + query, body, _request_headers(request), bool(payload.get("stream")), forwarded)
         return await Exchange(self._site, call, decision).respond()
 
     def _decide(self, prompt: Prompt, forwarded: bool) -> Decision:
+        # Unrouted means that nothing leaves, whatever happens: push-back and failures would else send work away.
+        stays = forwarded or self.config.policy == "none"
         began = time.perf_counter_ns()
         decision = self.node.route(
             prompt.tokens if prompt.tokens is not None else array("I"),
             self.driver.now(),
             namespace=prompt.namespace,
-            forwarded=forwarded or prompt.tokens is None,
+            forwarded=stays,
         )
         if not forwarded:
             self._decision_us.append((time.perf_counter_ns() - began) / 1e3)
@@ -334,29 +316,10 @@ def _log_event(event: NodeEvent) -> None:
     log.info("%s", event)
 
 
-async def _open_udp(address: Address) -> UdpTransport:
-    try:
-        return await UdpTransport.open(*address.pair)
-    except OSError as error:
-        raise UsageError(f"cannot use udp {address.host}:{address.port}: {error.strerror}") from error
-
-
-def _listen(address: Address) -> socket.socket:
-    # The protocol is named because asyncio turns off Nagle's delay only for such sockets.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address.pair)
-    except OSError as error:
-        listener.close()
-        raise UsageError(f"cannot use tcp {address.host}:{address.port}: {error.strerror}") from error
-    return listener
-
-
 async def serve(config: SidecarConfig) -> None:
     """Serve until SIGINT or SIGTERM; UsageError when an address cannot be used."""
     sidecar = Sidecar(config)
-    with _listen(config.http) as listener:
+    with open_listener(config.http) as listener:
         async with sidecar.running():
             settings = uvicorn.Config(
                 sidecar.app,

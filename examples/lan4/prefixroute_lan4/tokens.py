@@ -3,7 +3,7 @@
 Rules:
 1. The engine's own tokenizer decides (``POST /tokenize``); the sidecar has none, so the two cannot disagree.
 2. A prompt that cannot be told exactly (images, several prompts, an engine that does not answer) has no tokens:
-   it is served where it arrived. A missed chance, never a wrong match.
+   it is routed by load alone. A missed chance, never a wrong match.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TOKENIZE_TIMEOUT_S = 10.0
 
 
 class Prompt(NamedTuple):
-    """What a request is routed by. `tokens` are 32-bit ids; None: unknown, serve it here."""
+    """What a request is routed by. `tokens` are 32-bit ids; None: unknown, only load counts."""
 
     tokens: array[int] | None
     namespace: Namespace

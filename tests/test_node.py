@@ -1,0 +1,580 @@
+"""The node as a whole: membership, datagrams, engines, namespaces, events and statistics."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefixroute import (
+    BlocksRemoved,
+    ContentSpan,
+    DatagramRejected,
+    Domain,
+    DomainMismatch,
+    EngineBatch,
+    LoadReport,
+    LongestMatch,
+    Namespace,
+    Node,
+    NodeSettings,
+    Outcome,
+    PeerChanged,
+    PushBackChanged,
+    PushBackSettings,
+    ReplicaChanged,
+    ResidencyChanged,
+    StreamGap,
+    UnknownEvent,
+    UsageError,
+)
+from prefixroute.endpoint import SILENT_AFTER
+from prefixroute.node import MAX_EVENTS
+from prefixroute.testing import Mesh, stored
+
+DOMAIN = Domain("m", "t", secret=b"cluster")
+BLOCK = DOMAIN.block_size
+SETTINGS = NodeSettings(datagram_bytes=60_000)
+
+
+def prompt(seed: int, blocks: int, more: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(50_000) for _ in range(blocks * BLOCK + more)]
+
+
+def new(name: str = "a", domain: Domain = DOMAIN, **more: Any) -> Node:
+    return Node(name, domain, rng=random.Random(name), now=0.0, **{"settings": SETTINGS, **more})
+
+
+def pair() -> tuple[Mesh, Node, Node]:
+    """Two nodes with an endpoint each, acquainted."""
+    a, b = new("a"), new("b")
+    a.add_endpoint("0", url="http://a", incarnation=1, now=0.0)
+    b.add_endpoint("0", url="http://b", incarnation=1, now=0.0)
+    net = Mesh(a, b)
+    net.run(1.0)
+    a.events()
+    b.events()
+    return net, a, b
+
+
+def known(node: Node, endpoint: str) -> int | None:
+    """How many blocks a node believes an endpoint holds; None if it knows no such endpoint."""
+    return next((row.blocks for row in node.stats(0.0).endpoints if row.endpoint == endpoint), None)
+
+
+# --- membership --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "x" * 41, None, 7])
+def test_a_name_that_cannot_be_used_is_refused(name: Any) -> None:
+    with pytest.raises(UsageError, match="a name has"):
+        new(name) if isinstance(name, str) else Node(name, DOMAIN, rng=random.Random(1), now=0.0)
+    node = new()
+    with pytest.raises(UsageError, match="a name has"):
+        node.add_endpoint(name, incarnation=1, now=0.0)
+    with pytest.raises(UsageError, match="a name has"):
+        node.add_peer(name, "address", 0.0)
+    assert node.stats(0.0).endpoints == ()
+    assert node.stats(0.0).peers == {}
+
+
+@pytest.mark.parametrize("incarnation", [0, -1, 2**63, 1.7e18, "1"])
+def test_an_incarnation_is_a_whole_number_that_travels(incarnation: Any) -> None:
+    with pytest.raises(UsageError, match="incarnation must be"):
+        new().add_endpoint("0", incarnation=incarnation, now=0.0)
+
+
+def test_an_endpoint_is_added_once_and_within_its_bounds() -> None:
+    node = new()
+    assert node.add_endpoint("0", url="u" * 256, incarnation=2**63 - 1, now=0.0) == "a/0"
+    with pytest.raises(UsageError, match="was added already"):
+        node.add_endpoint("0", incarnation=1, now=0.0)
+    with pytest.raises(UsageError, match="at most 256"):
+        node.add_endpoint("1", url="u" * 257, incarnation=1, now=0.0)
+    with pytest.raises(UsageError, match="at most 80"):
+        new("n" * 40).add_endpoint("e" * 40, incarnation=1, now=0.0)
+    assert node.endpoint_url("a/0") == "u" * 256
+    assert node.endpoint_url("nobody/0") == ""
+    node._check()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda node: node.apply("b/0", EngineBatch(()), 0.0),
+        lambda node: node.set_load("b/0", LoadReport(), 0.0),
+        lambda node: node.load("b/0", 0.0),
+        lambda node: node.residency("b/0"),
+    ],
+)
+def test_only_ones_own_endpoints_have_engines(use: Callable[[Node], Any]) -> None:
+    _, a, _ = pair()
+    with pytest.raises(UsageError, match=r"'b/0' is no endpoint of this node: it has \['a/0'\]"):
+        use(a)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"outcome_timeout_s": 0.0}, {"max_in_flight": 0}, {"interval_s": 0.0}, {"fan_out": 0}]
+)
+def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        NodeSettings(**wrong)
+
+
+def test_a_node_is_no_peer_of_itself() -> None:
+    with pytest.raises(UsageError, match="no peer of itself"):
+        new("a").add_peer("a", "address", 0.0)
+
+
+def test_a_peer_may_move_to_another_address() -> None:
+    node = new()
+    node.add_peer("b", "here", 0.0)
+    node.add_peer("b", "there", 0.0)
+    node.handle_timer(0.0)
+    assert [datagram.address for datagram in node.datagrams_to_send(0.0)] == ["there"]
+    assert node.datagrams_to_send(0.0) == [], "each is returned once"
+
+
+def test_a_removed_peer_and_its_endpoints_are_forgotten() -> None:
+    net, a, b = pair()
+    b.apply("b/0", stored(prompt(1, 8)), net.now)
+    net.run(1.0)
+    assert known(a, "b/0") == 8
+    a.remove_peer("b", net.now)
+    a.remove_peer("b", net.now)
+    assert known(a, "b/0") is None
+    assert a.stats(net.now).index_keys == 0
+    assert a.stats(net.now).peers == {}
+    assert [event for event in a.events() if isinstance(event, PeerChanged)] == [PeerChanged("b", "removed")]
+    assert a.route(prompt(1, 8), net.now).local
+    net.run(1.0)
+    assert known(a, "b/0") is None, "what it says is a stranger's word"
+    assert a.counters["rejected_stranger"] > 0
+    a._check()
+
+
+def test_an_endpoint_learnt_by_hearsay_gets_its_peers_round_trip_later() -> None:
+    a, b, c = new("a"), new("b"), new("c")
+    c.add_endpoint("0", incarnation=1, now=0.0)
+    net = Mesh(a, b)
+    net.nodes["c"] = c
+    b.add_peer("c", "c", 0.0)
+    c.add_peer("b", "b", 0.0)
+    net.run(1.0)
+    assert known(a, "c/0") == 0
+    a.add_peer("c", "c", net.now)
+    c.add_peer("a", "a", net.now)
+    net.delays = {("a", "c"): 0.1, ("c", "a"): 0.1}
+    net.run(5.0)
+    (row,) = a.stats(net.now).endpoints
+    assert row.rtt_s == pytest.approx(0.2, abs=0.02)
+
+
+def test_a_dead_peer_is_suspected_then_forgotten_and_welcome_again() -> None:
+    net, a, b = pair()
+    b.apply("b/0", stored(prompt(1, 8)), net.now)
+    net.run(1.0)
+    net.down.add("b")
+    net.run(3.0)
+    (own, other) = a.stats(net.now).endpoints
+    assert (own.usable, other.usable) == (True, False)
+    assert a.stats(net.now).peers == {"b": "suspected"}
+    assert a.route(prompt(1, 8), net.now).local
+    net.run(60.0)
+    assert known(a, "b/0") is None
+    assert a.stats(net.now).index_keys == 0
+    net.down.clear()
+    net.run(1.0)
+    assert known(a, "b/0") == 8
+    assert a.stats(net.now).peers == {"b": "heard"}
+    assert a.route(prompt(1, 8), net.now).target == "b/0"
+    a._check()
+
+
+# --- datagrams ---------------------------------------------------------------------------------------------
+
+
+def a_datagram() -> bytes:
+    """What b would send to a."""
+    b = new("b")
+    b.add_endpoint("0", incarnation=1, now=0.0)
+    b.add_peer("a", "a", 0.0)
+    b.handle_timer(0.0)
+    ((_, data),) = b.datagrams_to_send(0.0)
+    return data
+
+
+def acquainted() -> Node:
+    node = new("a")
+    node.add_peer("b", "b", 0.0)
+    return node
+
+
+DATAGRAM = a_datagram()
+
+
+def test_a_datagram_of_a_peer_is_taken() -> None:
+    node = acquainted()
+    node.receive_datagram(DATAGRAM, "b", 0.0)
+    assert known(node, "b/0") == 0
+    assert not any(name.startswith("rejected") for name in node.counters)
+    assert PeerChanged("b", "heard") in node.events()
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"", "truncated"),
+        (DATAGRAM[:20], "truncated"),
+        (DATAGRAM[:-1], "forged"),
+        (DATAGRAM[:-1] + bytes([DATAGRAM[-1] ^ 1]), "forged"),
+        (DATAGRAM + b"\0", "forged"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 40, "magic"),
+        (DATAGRAM[:3] + b"9" + DATAGRAM[4:], "version"),
+        (bytes(70_000), "oversized"),
+    ],
+)
+def test_a_datagram_that_cannot_be_used_is_counted_and_told(data: bytes, kind: str) -> None:
+    node = acquainted()
+    for _ in range(3):
+        node.receive_datagram(data, ("10.0.0.9", 7), 0.0)
+    assert node.counters[f"rejected_{kind}"] == 3
+    assert node.counters["datagrams_received"] == 3
+    events = node.events()
+    assert [(event.source, event.kind) for event in events if isinstance(event, DatagramRejected)] == [
+        (("10.0.0.9", 7), kind)
+    ] * 3
+    assert known(node, "b/0") is None
+    node._check()
+
+
+def test_a_stranger_and_a_namesake_are_refused() -> None:
+    new_one = new("z")
+    new_one.receive_datagram(DATAGRAM, "b", 0.0)
+    assert new_one.counters["rejected_stranger"] == 1
+    namesake = new("b")
+    namesake.receive_datagram(DATAGRAM, "b", 0.0)
+    assert namesake.counters["rejected_self"] == 1
+    assert "add_peer it first" in new_one.events()[0].reason  # type: ignore[union-attr]
+
+
+@given(st.binary(max_size=300) | st.tuples(st.integers(0, len(DATAGRAM) - 1), st.integers(1, 255)))
+@settings(derandomize=True, deadline=None, max_examples=200)
+def test_no_bytes_raise(damage: bytes | tuple[int, int]) -> None:
+    node = acquainted()
+    if isinstance(damage, bytes):
+        data = damage
+    else:
+        at, flip = damage
+        data = DATAGRAM[:at] + bytes([DATAGRAM[at] ^ flip]) + DATAGRAM[at + 1 :]
+    node.receive_datagram(data, "b", 0.0)
+    assert sum(n for name, n in node.counters.items() if name.startswith("rejected_")) == 1
+    node._check()
+
+
+@pytest.mark.parametrize(
+    ("domain", "field"),
+    [
+        (Domain("other", "t", secret=b"cluster"), "model"),
+        (Domain("m", "other", secret=b"cluster"), "tokenizer"),
+        (Domain("m", "t", 32, secret=b"cluster"), "block_size"),
+        (Domain("m", "t", namespace_policy="salt", secret=b"cluster"), "namespace_policy"),
+    ],
+)
+def test_a_peer_of_another_domain_is_refused_loudly(domain: Domain, field: str) -> None:
+    a, b = new("a"), new("b", domain)
+    a.add_endpoint("0", incarnation=1, now=0.0)
+    b.add_endpoint("0", incarnation=1, now=0.0)
+    net = Mesh(a, b)
+    net.run(2.0)
+    assert known(a, "b/0") is None
+    assert known(b, "a/0") is None
+    (event,) = [event for event in a.events() if isinstance(event, DomainMismatch)]
+    assert (event.peer, event.field) == ("b", field)
+    assert (event.ours, event.theirs) == (DOMAIN.fields()[field], domain.fields()[field])
+    assert a.counters[f"domain_mismatch_{field}"] == 1
+    assert a.counters["rejected_domain"] > 1, "it is counted each time and told once"
+
+
+def test_a_peer_with_another_secret_is_refused() -> None:
+    a, b = new("a"), new("b", Domain("m", "t", secret=b"another"))
+    b.add_endpoint("0", incarnation=1, now=0.0)
+    Mesh(a, b).run(1.0)
+    assert known(a, "b/0") is None
+    assert a.counters["rejected_forged"] > 0
+
+
+# --- timers ------------------------------------------------------------------------------------------------
+
+
+def test_timers_are_due_once_an_interval_and_not_before() -> None:
+    node = new()
+    node.add_peer("b", "b", 0.0)
+    node.handle_timer(0.0)
+    first = node.next_timer()
+    assert first == pytest.approx(SETTINGS.interval_s)
+    node.handle_timer(first - 0.01)
+    assert node.next_timer() == first
+    assert node.counters["rounds"] == 1
+    node.handle_timer(first)
+    assert node.counters["rounds"] == 2
+
+
+def test_a_node_that_slept_does_not_catch_up_with_every_round_it_missed() -> None:
+    node = new()
+    node.add_peer("b", "b", 0.0)
+    node.handle_timer(0.0)
+    node.handle_timer(1000.0)
+    assert node.counters["rounds"] == 2
+    assert node.next_timer() > 1000.0
+
+
+def test_idle_traffic_is_the_heartbeat_alone() -> None:
+    net, a, b = pair()
+    b.apply("b/0", stored(prompt(1, 2000)), net.now)
+    net.run(5.0)
+    before = a.counters["bytes_sent"] + b.counters["bytes_sent"]
+    rounds = a.counters["rounds"] + b.counters["rounds"]
+    net.run(20.0)
+    per_round = (a.counters["bytes_sent"] + b.counters["bytes_sent"] - before) / (
+        a.counters["rounds"] + b.counters["rounds"] - rounds
+    )
+    assert per_round < 400
+
+
+# --- engines -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_copy_follows_its_owner(seed: int) -> None:
+    """Engines store and drop at random; after each quiet while, every node knows exactly what every other holds."""
+    rng = random.Random(seed)
+    nodes = [new(name) for name in "abc"]
+    for node in nodes:
+        node.add_endpoint("0", incarnation=1, now=0.0)
+    net = Mesh(*nodes)
+    batches: dict[str, list[EngineBatch]] = {name: [] for name in "abc"}
+    for _ in range(40):
+        name = rng.choice("abc")
+        node, mine = net.nodes[name], batches[name]
+        if mine and rng.random() < 0.4:
+            stored_before = mine.pop(rng.randrange(len(mine)))
+            handles = [handle for event in stored_before.events for handle in event.handles]  # type: ignore[union-attr]
+            node.apply(f"{name}/0", EngineBatch((BlocksRemoved(tuple(reversed(handles))),)), net.now)
+        else:
+            mine.append(stored(prompt(rng.randrange(10**6), rng.randint(1, 40))))
+            node.apply(f"{name}/0", mine[-1], net.now)
+        net.run(rng.choice((0.0, 0.05, 0.3)))
+    net.run(3.0)
+    for node in nodes:
+        node._check()
+        for other in nodes:
+            endpoint = f"{other.node}/0"
+            assert known(node, endpoint) == other.residency(endpoint).canonical_blocks, (seed, node.node, endpoint)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        EngineBatch(()),
+        EngineBatch((UnknownEvent("what", "why"),)),
+        EngineBatch((BlocksRemoved((1, 2, 3)),)),
+        EngineBatch((StreamGap(), StreamGap(7))),
+        stored(prompt(1, 3), tier="tape"),
+        stored(prompt(1, 3), block_size=7),
+    ],
+)
+def test_no_engine_batch_raises(batch: EngineBatch) -> None:
+    net, a, _ = pair()
+    a.apply("a/0", batch, net.now)
+    net.run(1.0)
+    a._check()
+    assert a.route(prompt(2, 3), net.now).local
+
+
+def test_a_silent_engine_is_told_and_history_stands_in_until_it_speaks() -> None:
+    net, a, b = pair()
+    for i in range(SILENT_AFTER + 1):
+        b.report(b.route(prompt(i, 6), net.now, forwarded=True), Outcome.served(cached_tokens=0, ttft_s=0.1), net.now)
+    (event,) = [event for event in b.events() if isinstance(event, ResidencyChanged)]
+    assert (event.endpoint, event.state) == ("b/0", "silent")
+    net.run(1.0)
+    guessed = prompt(SILENT_AFTER, 6)
+    decision = a.route(guessed, net.now)
+    assert (decision.target, decision.matched_tokens) == ("b/0", 96)
+    b.apply("b/0", stored(prompt(50, 4)), net.now)
+    net.run(1.0)
+    assert known(a, "b/0") == 4
+    assert a.route(guessed, net.now).local
+    assert a.route(prompt(50, 4), net.now).target == "b/0"
+    a._check()
+    b._check()
+
+
+def test_a_probes_report_is_advertised_and_reaches_peers() -> None:
+    net, a, b = pair()
+    report = LoadReport(3, 2, 1500, 500.0, 0.25, 0.5, 100_000)
+    b.set_load("b/0", report, net.now)
+    assert b.load("b/0", net.now) == report
+    net.run(0.25)
+    row = next(row for row in a.stats(net.now).endpoints if row.endpoint == "b/0")
+    assert 2.7 < row.wait_s <= 3.0
+    (c,) = [c for c in a.route(prompt(1, 4), net.now).candidates if c.endpoint == "b/0"]
+    assert (c.overhead_s, c.prefill_s) == (0.25, 65 / 500)
+
+
+def test_an_endpoints_speed_is_learnt_from_what_it_served() -> None:
+    net, a, _ = pair()
+    for i in range(8):
+        decision = a.route(prompt(i, 32), net.now, forwarded=True)
+        a.report(decision, Outcome.served(cached_tokens=0, ttft_s=513 / 250), net.now)
+    net.run(0.5)
+    assert a.load("a/0", net.now).prefill_tokens_per_s == pytest.approx(250, rel=0.01)
+
+
+@pytest.mark.parametrize("reason", ["x" * 500, "\ud83d", "\0\n", "草" * 100])
+def test_no_report_stops_gossip(reason: str) -> None:
+    net, a, b = pair()
+    big = 2**63 - 1
+    b.set_load("b/0", LoadReport(big, big, big, 1e18, 1e18, 1.0, big, True, reason), net.now)
+    net.run(1.0)
+    row = next(row for row in a.stats(net.now).endpoints if row.endpoint == "b/0")
+    assert row.push_back == "refusing"
+    assert "rejected_malformed" not in a.counters
+    assert a.route(prompt(1, 4), net.now).local
+
+
+def test_push_back_is_told_to_the_owner_and_shown_to_peers() -> None:
+    net, a, b = pair()
+    b.set_load("b/0", LoadReport(queued_tokens=5000, prefill_tokens_per_s=1000), net.now)
+    assert [event for event in b.events() if isinstance(event, PushBackChanged)] == [
+        PushBackChanged("b/0", "overloaded", "queue of 5.0 s")
+    ]
+    net.run(0.25)
+    assert {row.endpoint: row.push_back for row in a.stats(net.now).endpoints} == {"a/0": "open", "b/0": "overloaded"}
+
+
+# --- namespaces and contents -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other",
+    [Namespace(salt="B"), Namespace(), Namespace(lora="A"), Namespace(lora="x", salt="A"), Namespace(salt="A ")],
+)
+def test_namespaces_share_nothing(other: Namespace) -> None:
+    net, a, b = pair()
+    mine = Namespace(salt="A")
+    tokens = prompt(1, 20)
+    b.apply("b/0", stored(tokens, namespace=mine), net.now)
+    net.run(1.0)
+    assert a.route(tokens, net.now, namespace=mine).matched_tokens == 320
+    decision = a.route(tokens, net.now, namespace=other)
+    assert decision.local
+    assert all(c.matched_tokens == 0 for c in decision.candidates)
+
+
+def test_a_prepared_chain_carries_its_namespace() -> None:
+    net, a, b = pair()
+    tokens, mine = prompt(1, 20), Namespace(lora="adapter", salt="A")
+    b.apply("b/0", stored(tokens, namespace=mine), net.now)
+    net.run(1.0)
+    assert a.route(a.chain(tokens, namespace=mine), net.now).target == "b/0"
+    assert a.route(a.chain(tokens), net.now).local
+
+
+def test_the_text_before_an_image_is_shared_and_nothing_after_it() -> None:
+    net, a, b = pair()
+    tokens = prompt(1, 20)
+    cat = (ContentSpan("cat", 5 * BLOCK + 3),)
+    b.apply("b/0", stored(tokens, contents=cat), net.now)
+    net.run(1.0)
+
+    def matched(contents: tuple[ContentSpan, ...]) -> int:
+        return max(c.matched_tokens for c in a.route(tokens, net.now, contents=contents).candidates)
+
+    assert matched(cat) == 20 * BLOCK
+    for other in ((), (ContentSpan("dog", 5 * BLOCK + 3),), (ContentSpan("cat", 5 * BLOCK + 4),), cat + cat):
+        assert matched(other) == 5 * BLOCK, other
+
+
+def test_an_image_outside_the_prompt_is_refused() -> None:
+    _, a, _ = pair()
+    with pytest.raises(UsageError, match="outside the prompt"):
+        a.route(prompt(1, 2), 0.0, contents=[ContentSpan("cat", 99)])
+
+
+# --- what it tells -----------------------------------------------------------------------------------------
+
+
+def test_events_are_drained_and_bounded() -> None:
+    node = acquainted()
+    for _ in range(MAX_EVENTS + 500):
+        node.receive_datagram(b"junk", "b", 0.0)
+    events = node.events()
+    assert len(events) == MAX_EVENTS
+    assert node.events() == []
+    assert node.counters["rejected_truncated"] == MAX_EVENTS + 500
+
+
+def test_the_story_of_a_replica_is_told() -> None:
+    net, a, b = pair()
+    b.apply("b/0", stored(prompt(1, 4)), net.now)
+    net.run(1.0)
+    states = [event.state for event in a.events() if isinstance(event, ReplicaChanged)]
+    assert "discarded" not in states
+    a.remove_peer("b", net.now)
+    assert [event.state for event in a.events() if isinstance(event, ReplicaChanged)] == ["forgotten"]
+
+
+def test_statistics_show_everything_that_is_known() -> None:
+    net, a, b = pair()
+    a.apply("a/0", stored(prompt(1, 4)), net.now)
+    b.apply("b/0", stored(prompt(2, 6)), net.now)
+    b.apply("b/0", EngineBatch((StreamGap(1),)), net.now)
+    net.run(1.0)
+    decision = a.route(prompt(2, 6), net.now)
+    stats = a.stats(net.now)
+    assert (stats.node, stats.peers, stats.index_keys, stats.in_flight) == ("a", {"b": "heard"}, 10, 1)
+    own, other = stats.endpoints
+    assert (own.endpoint, own.local, own.url, own.incarnation, own.blocks) == ("a/0", True, "http://a", 1, 4)
+    assert (own.age_s, own.rtt_s, own.confidence, own.usable) == (0.0, 0.0, 1.0, True)
+    assert (other.endpoint, other.local, other.url, other.blocks) == ("b/0", False, "http://b", 6)
+    assert 0 <= other.age_s <= 0.2
+    assert other.confidence == pytest.approx(0.5 * 0.95)
+    assert other.version == b.stats(net.now).endpoints[0].version
+    assert stats.counters == dict(a.counters)
+    assert decision.target in {row.endpoint for row in stats.endpoints if row.wait_s > 0}
+    stats.counters["rounds"] = -1
+    assert a.counters["rounds"] > 0, "statistics are a copy"
+
+
+def test_restarted_endpoints_begin_anew() -> None:
+    net, a, b = pair()
+    b.apply("b/0", stored(prompt(1, 8)), net.now)
+    net.run(1.0)
+    again = new("b")
+    again.add_endpoint("0", url="http://b2", incarnation=2, now=net.now)
+    net.nodes.pop("b")
+    again.add_peer("a", "a", net.now)
+    net.nodes["b"] = again
+    net.run(2.0)
+    assert known(a, "b/0") == 0
+    assert a.route(prompt(1, 8), net.now).local
+    again.apply("b/0", stored(prompt(2, 3)), net.now)
+    net.run(1.0)
+    assert known(a, "b/0") == 3
+    assert a.endpoint_url("b/0") == "http://b2"
+    a._check()
+
+
+def test_settings_reach_push_back_and_policy() -> None:
+    node = new(settings=NodeSettings(push_back=PushBackSettings(enter_s=0.5, leave_s=0.1)), policy=LongestMatch())
+    endpoint = node.add_endpoint("0", incarnation=1, now=0.0)
+    node.set_load(endpoint, LoadReport(queued_tokens=600, prefill_tokens_per_s=1000), 0.0)
+    assert node.stats(0.0).endpoints[0].push_back == "overloaded"
+    assert node.route(prompt(1, 4), 0.0).reason == "no match"
