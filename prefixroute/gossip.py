@@ -304,6 +304,7 @@ class Gossip:
         self._touched.add(copy.endpoint)
         copy.heartbeat = entry.heartbeat
         copy.heard_at = max(copy.heard_at, heard_at)
+        copy.suspected = copy.age_s(now) > self.settings.suspect_after_s
         if entry.load is not None:
             copy.advert = Advert.from_wire(entry.load)
 

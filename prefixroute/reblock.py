@@ -183,7 +183,7 @@ class Reblocker:
 
     def lost(self, span: Span) -> bool:
         """Whether the tree alone had the span's tokens, and dropped them with the last copy."""
-        return span.root is not None and span.tokens is None and not self._placed(span)
+        return span.known and span.tokens is None and not self._placed(span)
 
     # --- parts ---------------------------------------------------------------------------------------------
 

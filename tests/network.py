@@ -104,6 +104,7 @@ class Network:
         self.paused: set[str] = set()
         self.deliveries = 0
         self._queue: list[tuple[float, int, str, bytes, str]] = []
+        self._buffered: list[tuple[str, bytes, str]] = []
         self._n = 0
         # An owner that restarts with an incarnation it used before has more than one set at a version.
         self._truth: dict[tuple[str, int, int], list[Keys]] = {}
@@ -160,6 +161,10 @@ class Network:
     def run(self, seconds: float) -> None:
         """Let virtual time pass."""
         until = self.now + seconds
+        # Who was paused finds in the socket's buffer what came meanwhile.
+        buffered, self._buffered = self._buffered, []
+        for letter in buffered:
+            self._push(self.now, *letter)
         while True:
             timers = [(node.next_timer(), name) for name, node in self.nodes.items() if name not in self.paused]
             due, name = min(timers, default=(until + 1, ""))
@@ -185,8 +190,7 @@ class Network:
         if to not in self.nodes or frozenset((to, source)) in self.blocked:
             return
         if to in self.paused:
-            # A paused process finds its datagrams in the socket's buffer when it wakes.
-            self._push(self.now + 0.1, to, data, source)
+            self._buffered.append((to, data, source))
             return
         self.deliveries += 1
         self.nodes[to].receive_datagram(data, source, self.now)

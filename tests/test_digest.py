@@ -451,3 +451,25 @@ def test_the_mix_is_splitmix64s() -> None:
     assert mixed(0) == 0xE220A8397B1DCDAF
     assert checksum(sorted_keys({0})) == 0xE220A8397B1DCDAF
     assert checksum(sorted_keys(set())) == 0
+
+
+# --- the document ------------------------------------------------------------------------------------------
+
+
+def test_the_documents_example_is_a_golden_file() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "wire.md").read_text("utf-8")
+    assert bytes.fromhex(text.split("```hex\n")[1].split("```")[0]) == golden("ack_snapshot")
+    for key in (3, 9, 20):
+        assert f"{mixed(key):016x}" in text
+
+
+STRUCTURES = {"Message": Message, "Entry": VectorEntry, "Load": LoadWire, "Update": Update}
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_document_lists_every_field_in_its_place(structure: str) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "wire.md").read_text("utf-8")
+    lines = text.split(f"**{structure}**")[1].split("**")[0].splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ") and line[2].isdigit()]
+    assert [row[1] for row in rows] == list(STRUCTURES[structure].__struct_fields__)
+    assert [int(row[0]) for row in rows] == list(range(len(rows)))

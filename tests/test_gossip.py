@@ -8,18 +8,8 @@ from typing import Any
 import pytest
 from network import DOMAIN, Network, copies, fleet, gossip, only, pair
 
-from prefixroute import (
-    Domain,
-    LoadReport,
-    Node,
-    NodeSettings,
-    PeerChanged,
-    UsageError,
-)
-from prefixroute.digest import (
-    Kind,
-    decode,
-)
+from prefixroute import Domain, LoadReport, Node, NodeSettings, PeerChanged, UsageError
+from prefixroute.digest import Kind, decode
 
 SECRET = DOMAIN.secret
 
@@ -217,7 +207,7 @@ def test_ages_add_up_along_relays_and_never_flatter() -> None:
         spoken_at.setdefault(copies(net.nodes["n0"])["n0/0"].heartbeat, net.now)
         for i in range(1, 5):
             copy = copies(net.nodes[f"n{i}"])["n0/0"]
-            if copy.heartbeat in spoken_at:
+            if copy.heartbeat > first:
                 true_age = net.now - spoken_at[copy.heartbeat]
                 # Time on the wire and the fraction of a millisecond are not counted: 3 ms a hop.
                 assert true_age - 0.003 * i <= copy.age_s(net.now) <= true_age + 0.02

@@ -70,7 +70,7 @@ def act(net: Network, lives: dict[str, int]) -> None:
     net.run(rng.choice([0.05, 0.2, 0.5, 1.5, 3.0]))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_whatever_breaks_all_replicas_are_their_owners_sets_soon_after_it_ends(seed: int) -> None:
     net = Network(seed, ROUGH, SHAPES[seed % len(SHAPES)])
     lives = {f"n{i}": 100 for i in range(3 + seed % 3)}
@@ -97,7 +97,6 @@ def test_a_snapshot_far_larger_than_a_burst_arrives_under_loss_while_its_owner_c
     net = fleet(3, datagram_bytes=size, burst_bytes=65536, faults=Faults(loss=0.3))
     engine = net.engines["n0/0"]
     engine.store(30000, net.now)
-    net.settle_from = net.now  # type: ignore[attr-defined]
     held: set[str] = set()
     start = net.now
     while len(held) < 2:
@@ -137,7 +136,7 @@ def test_an_emptied_cache_is_seen_empty(blocks: int) -> None:
 
 
 def test_a_late_snapshot_made_for_a_stale_vector_is_dropped() -> None:
-    """The owner, a relay and a receiver: the relay's answer comes after the receiver has got further (chitchat #179)."""
+    """Owner, relay and receiver: the relay's answer comes after the receiver has got further (chitchat #179)."""
     net = fleet(2)
     receiver = net.add("n2", endpoints=0)
     receiver.handle_timer(net.now)

@@ -194,9 +194,9 @@ def test_an_endpoint_of_ones_own_former_life_is_not_learnt() -> None:
 
 def test_an_owner_is_not_sent_its_own_endpoint() -> None:
     a, b = pair()
-    vector, updates = [VectorEntry("a/0", 1, 5, 4), VectorEntry("c/0", 1, 5, 4)], []
-    for endpoint in ("a/0", "c/0"):
-        updates.append(update_of(endpoint, 1, 0, 4, 3, 9))
+    endpoints = ("a/0", "c/0")
+    vector = [VectorEntry(endpoint, 1, 5, 4) for endpoint in endpoints]
+    updates = [update_of(endpoint, 1, 0, 4, 3, 9) for endpoint in endpoints]
     b.receive_datagram(sent_by("a", Kind.ACK, vector=vector, updates=updates), "at a", 0.0)
     a.handle_timer(0.0)
     b.receive_datagram(only(a, 0.0), "at a", 0.0)

@@ -231,6 +231,8 @@ def run_pair(test: Callable[[Pair], Coroutine[Any, Any, None]], folder: Path, po
         async with contextlib.AsyncExitStack() as stack:
             one = await start_node(stack, "node-1", ports, folder, policy)
             two = await start_node(stack, "node-2", ports, folder, policy)
+            await until(lambda: bool(one.sidecar.node.endpoint_url("node-2/0")))
+            await until(lambda: bool(two.sidecar.node.endpoint_url("node-1/0")))
             client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
             await test(Pair(one, two, client))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prefixroute_lan4.sse import (
     MAX_EVENT_BYTES,
@@ -18,6 +18,8 @@ from prefixroute_lan4.sse import (
 )
 
 DONE = b"data: [DONE]\n\n"
+# A busy machine is no failure.
+calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def event(chunk: object) -> bytes:
@@ -58,6 +60,7 @@ def resumed(first: list[bytes], second: list[bytes]) -> list[bytes]:
     return [data for data in passed if data is not None]
 
 
+@calm
 @given(st.lists(st.binary(min_size=1, max_size=5).filter(lambda b: b"\n" not in b and b"\r" not in b)), st.data())
 def test_events_are_cut_alike_however_the_bytes_arrive(lines: list[bytes], data: st.DataObject) -> None:
     whole = [b"data: " + line + data.draw(st.sampled_from([b"\n\n", b"\r\n\r\n"])) for line in lines]
@@ -150,6 +153,7 @@ def test_an_error_inside_the_stream_is_the_engines_failure() -> None:
         StreamLedger().accept(event({"error": {"message": "out of memory"}}))
 
 
+@calm
 @given(st.binary(max_size=60))
 def test_any_bytes_can_be_read_as_an_event(data: bytes) -> None:
     read_event(b"data: " + data)
