@@ -57,7 +57,9 @@ def wire_key(key: int) -> int:
 
 def content_digest(content_id: str, offset: int) -> bytes:
     """Return the 32 bytes that stand in the chain for an item starting `offset` tokens into its block."""
-    return blake2b(content_id.encode("utf-8", "surrogatepass"), digest_size=32, salt=offset.to_bytes(8, "little")).digest()
+    return blake2b(
+        content_id.encode("utf-8", "surrogatepass"), digest_size=32, salt=offset.to_bytes(8, "little")
+    ).digest()
 
 
 def block_extras(contents: Iterable[ContentSpan], block_tokens: int) -> dict[int, bytes]:

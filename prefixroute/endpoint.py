@@ -19,7 +19,7 @@ from .events import EngineBatch, NodeEvent, PushBackChanged, ResidencyChanged, S
 from .fleet import Standing
 from .gossip import Copy
 from .history import RoutingHistory
-from .load import Advert, LoadReport, PushBack, PushBackSettings, PushBackState, filled
+from .load import Advert, LoadReport, PushBack, PushBackSettings, PushBackState, learnt
 from .replica import OwnedSet
 from .residency import Residency
 from .tree import Changes
@@ -74,11 +74,11 @@ class LocalEndpoint:
 
     def advertise(self, standing: Standing, ttl_s: float, now: float) -> list[NodeEvent]:
         """Bring the advert up to date; `ttl_s` is how long peers honour push-back that is not renewed."""
-        report = filled(self.report, standing.estimate)
+        report = learnt(self.report, standing.estimate)
         standing.probed_tokens = report.queued_tokens
         if now < standing.refused_until:
             self.push_back.refuse(standing.refusal, standing.refused_until)
-        rate = report.prefill_tokens_per_s
+        rate = report.prefill_tokens_per_s or standing.rate
         queued = max(report.queued_tokens, round(standing.ledger.wait_s(now) * rate))
         changed = self.push_back.update(queued / rate, report, now)
         state, reason = self.push_back.state, self.push_back.reason

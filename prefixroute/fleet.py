@@ -16,7 +16,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from .gossip import Copy, Peer
-from .load import Ledger, LoadReport, PushBackState, RateEstimate, Suspension, filled
+from .load import Ledger, LoadReport, Pace, PushBackState, RateEstimate, Suspension, learnt
 
 BELIEF = 0.95
 """Share of a remote match that is counted: a digest lags its owner by a round or so."""
@@ -56,6 +56,7 @@ class Standing:
         "bit",
         "confidence",
         "copy",
+        "default",
         "estimate",
         "hit_unit",
         "ledger",
@@ -84,6 +85,8 @@ class Standing:
         self.bit = bit
         self.ledger = Ledger()
         self.estimate = RateEstimate()
+        self.default = Pace()
+        """What is taken for a pace that the endpoint does not tell."""
         self.suspension = Suspension()
         self.refused_until = float("-inf")
         self.refusal = ""
@@ -102,10 +105,10 @@ class Standing:
         report, self._reported_at = advert.report, copy.heard_at
         if self.reply is not None and self.reply[1] >= copy.heard_at:
             report, self._reported_at = self.reply
-        estimate = self.estimate if self.local else None
-        if not (report.prefill_tokens_per_s and report.overhead_s):
-            report = filled(report, estimate)
-        self.rate, self.overhead_s = report.prefill_tokens_per_s, report.overhead_s
+        if self.local:
+            report = learnt(report, self.estimate)
+        self.rate = report.prefill_tokens_per_s or self.default.prefill_tokens_per_s
+        self.overhead_s = report.overhead_s or self.default.overhead_s
         self._reported_s = (self.probed_tokens if self.local else report.queued_tokens) / self.rate
         self.hit_unit = advert.hit_unit
         measured = self.peer.rtt_s if self.peer is not None else None
@@ -205,8 +208,21 @@ class Fleet:
 
     def refresh_all(self, now: float) -> None:
         """Rank all endpoints anew. O(n log n): once a round."""
+        default = self._typical_pace()
         for standing in self.standings.values():
+            standing.default = default
             self.refresh(standing, now)
+
+    def _typical_pace(self) -> Pace:
+        """The pace of an endpoint that does not tell its own: this node's, else the slowest known, else the default.
+
+        A stranger that looks fast would draw the work that was meant for those who are known to be slower.
+        """
+        told = [s for s in self.standings.values() if s.copy.advert.report.prefill_tokens_per_s]
+        if not told:
+            return Pace()
+        typical = min(told, key=lambda standing: (not standing.local, standing.rate))
+        return Pace(typical.rate, typical.overhead_s)
 
     def cheapest(self, mask: int, n: int) -> list[Standing]:
         """Return the `n` endpoints of `mask` that are cheapest to reach, in order.

@@ -21,7 +21,7 @@ from .digest import LoadWire
 from .errors import UsageError
 
 DEFAULT_PREFILL_TOKENS_PER_S = 8000.0
-"""A mid-size model on one current accelerator; used until an endpoint says, or outcomes show, its own rate."""
+"""A mid-size model on one current accelerator; used while no endpoint is known to have another rate."""
 
 DEFAULT_OVERHEAD_S = 0.01
 """Fixed part of a time to first token on an idle engine, until known."""
@@ -265,15 +265,20 @@ class RateEstimate:
         return sorted(self._rest)[len(self._rest) // 2]
 
 
-def filled(report: LoadReport, estimate: RateEstimate | None = None) -> LoadReport:
-    """Return `report` with unknown rate and fixed time replaced by the estimate's, or by the stated defaults."""
-    rate, overhead = report.prefill_tokens_per_s, report.overhead_s
-    if estimate is not None:
-        rate, overhead = rate or estimate.prefill_tokens_per_s, overhead or estimate.overhead_s
+class Pace(NamedTuple):
+    """How fast an endpoint prefills, and the fixed part of its time to first token."""
+
+    prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
+    overhead_s: float = DEFAULT_OVERHEAD_S
+
+
+def learnt(report: LoadReport, estimate: RateEstimate) -> LoadReport:
+    """Return `report` with the rate and fixed time that outcomes show, once they do: a setting is a guess beside them."""
+    rate, overhead = estimate.prefill_tokens_per_s, estimate.overhead_s
+    if not rate and not overhead:
+        return report
     return replace(
-        report,
-        prefill_tokens_per_s=rate or DEFAULT_PREFILL_TOKENS_PER_S,
-        overhead_s=overhead or DEFAULT_OVERHEAD_S,
+        report, prefill_tokens_per_s=rate or report.prefill_tokens_per_s, overhead_s=overhead or report.overhead_s
     )
 
 

@@ -4,7 +4,8 @@ Rules:
 1. A policy sees a handful of candidates, costs included, and returns them in order of preference with a reason. It
    has no clock and no randomness but what it is given.
 2. Vetoes are not its business: who is suspended, refusing or unheard is no candidate. Of overloaded endpoints it sees
-   one only if there is nobody else, local included: an absolute veto makes a busy fleet recompute everything.
+   one only if there is nobody else, local included: an absolute veto makes a busy fleet recompute everything. A policy
+   with an attribute `keeps_local = True` sees the local endpoints whatever they say.
 3. A forwarded request is never forwarded again; the node asks no policy then.
 """
 
@@ -65,6 +66,8 @@ class LeastLoad:
 
 class NoRouting:
     """Serve where the request arrived; a gateway without an endpoint of its own takes one at random."""
+
+    keeps_local = True
 
     def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         """Local first, by cost; peers only as fallbacks."""

@@ -58,6 +58,7 @@ class Router:
         on_served: Callable[[Flight, Standing, Outcome], None],
     ) -> None:
         self.policy = policy
+        self._keeps_local = bool(getattr(policy, "keeps_local", False))
         self.index = MergedIndex()
         self.fleet = Fleet(rng)
         self.flights: dict[int, Flight] = {}
@@ -145,6 +146,8 @@ class Router:
         strata = self.index.search(chain)
         # Push-back is relative: it is honoured while somebody who does not push back exists, local included.
         eligible = fleet.local if forwarded else (fleet.usable & ~fleet.overloaded or fleet.usable)
+        if self._keeps_local:
+            eligible |= fleet.local
         remote = eligible & ~fleet.local
         depths: dict[Standing, int] = {}
         seen = 0

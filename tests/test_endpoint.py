@@ -59,13 +59,13 @@ def held(one: LocalEndpoint, tokens: list[int]) -> int:
 # --- what it advertises ------------------------------------------------------------------------------------
 
 
-def test_a_new_endpoint_advertises_the_stated_defaults() -> None:
+def test_a_new_endpoint_advertises_no_pace_that_it_does_not_know() -> None:
     one, standing = endpoint()
     assert one.advertise(standing, 2.0, 0.0) == []
     advert = one.copy.advert
     assert advert.state is PushBackState.OPEN
     assert advert.ttl_s == 0.0
-    assert (advert.report.prefill_tokens_per_s, advert.report.queued_tokens) == (8000.0, 0)
+    assert (advert.report.prefill_tokens_per_s, advert.report.queued_tokens) == (0.0, 0)
     assert (advert.confidence, advert.hit_unit) == (1.0, 0)
 
 

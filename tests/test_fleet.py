@@ -9,7 +9,7 @@ import pytest
 from prefixroute import LoadReport, PushBackState
 from prefixroute.fleet import BELIEF, DEFAULT_RTT_S, Fleet, Standing
 from prefixroute.gossip import Copy, Peer
-from prefixroute.load import Advert
+from prefixroute.load import DEFAULT_PREFILL_TOKENS_PER_S, Advert
 
 SEEDS = range(12)
 STATES = (PushBackState.OPEN, PushBackState.OPEN, PushBackState.OVERLOADED, PushBackState.REFUSING)
@@ -264,3 +264,31 @@ def test_a_booking_sends_the_next_one_elsewhere() -> None:
         fleet.rank(first, 0.0)
         taken.append(first.name)
     assert sorted(taken) == [f"n{i}/0" for i in range(4)]
+
+
+# --- pace of those who do not tell -------------------------------------------------------------------------
+
+
+def paced(*tellers: tuple[str, bool, float]) -> Fleet:
+    """A fleet of endpoints that tell these rates (0: none), after a round."""
+    fleet = Fleet(random.Random(1))
+    for i, (name, local, rate) in enumerate(tellers):
+        fleet.add(standing(name, local=local, bit=1 << i, report=LoadReport(prefill_tokens_per_s=rate)), 0.0)
+    fleet.refresh_all(0.0)
+    return fleet
+
+
+@pytest.mark.parametrize(
+    ("tellers", "taken"),
+    [
+        ([("b/0", False, 0.0)], DEFAULT_PREFILL_TOKENS_PER_S),
+        ([("b/0", False, 0.0), ("c/0", False, 900.0), ("d/0", False, 500.0)], 500.0),
+        ([("b/0", False, 0.0), ("c/0", False, 500.0), ("a/0", True, 700.0)], 700.0),
+    ],
+)
+def test_a_stranger_is_taken_to_be_no_faster_than_those_who_are_known(
+    tellers: list[tuple[str, bool, float]], taken: float
+) -> None:
+    fleet = paced(*tellers)
+    assert fleet.standings["b/0"].rate == taken
+    assert all(fleet.standings[name].rate == rate for name, _, rate in tellers if rate)

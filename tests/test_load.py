@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 from prefixroute import LoadReport, PushBackSettings, PushBackState, UsageError
 from prefixroute.digest import LoadWire
 from prefixroute.load import (
-    DEFAULT_OVERHEAD_S,
-    DEFAULT_PREFILL_TOKENS_PER_S,
     Advert,
     Ledger,
     PushBack,
     RateEstimate,
     Suspension,
-    filled,
+    learnt,
 )
 
 exact = settings(derandomize=True, deadline=None, max_examples=150)
@@ -93,23 +91,17 @@ def test_a_reason_travels_cut_and_encodable(reason: str, travels: str) -> None:
     assert over_the_wire(Advert(LoadReport(reason=reason))).report.reason == travels
 
 
-def test_a_report_of_nothing_is_filled_with_the_stated_defaults() -> None:
-    report = filled(LoadReport(waiting=3, queued_tokens=70))
-    assert (report.prefill_tokens_per_s, report.overhead_s) == (DEFAULT_PREFILL_TOKENS_PER_S, DEFAULT_OVERHEAD_S)
-    assert (report.waiting, report.queued_tokens) == (3, 70)
-
-
-def test_a_report_is_filled_from_outcomes_before_defaults_and_keeps_what_it_says() -> None:
+def test_what_outcomes_show_counts_more_than_what_a_report_says() -> None:
+    told = LoadReport(prefill_tokens_per_s=10.0, overhead_s=3.0, waiting=3, queued_tokens=70)
     estimate = RateEstimate()
-    assert filled(LoadReport(), estimate) == filled(LoadReport()), "an estimate of nothing adds nothing"
+    assert learnt(told, estimate) == told, "an estimate of nothing changes nothing"
     for _ in range(8):
         estimate.add(0, 0.02, False)
         estimate.add(1000, 0.27, False)
-    from_outcomes = filled(LoadReport(), estimate)
-    assert from_outcomes.overhead_s == 0.02
-    assert from_outcomes.prefill_tokens_per_s == pytest.approx(4000)
-    told = LoadReport(prefill_tokens_per_s=10.0, overhead_s=3.0)
-    assert filled(told, estimate) == told
+    report = learnt(told, estimate)
+    assert report.overhead_s == 0.02
+    assert report.prefill_tokens_per_s == pytest.approx(4000)
+    assert (report.waiting, report.queued_tokens) == (3, 70)
 
 
 # --- push-back ---------------------------------------------------------------------------------------------

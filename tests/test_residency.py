@@ -44,6 +44,7 @@ DOMAIN = Domain("m", "t", 4)
 TOKENS = list(range(100, 132))
 WINDOW = "sliding_window"
 FULL = "full_attention"
+PLAIN = Namespace()
 
 
 def stored(
@@ -66,11 +67,11 @@ def apply(residency: Residency, *events: EngineEvent) -> None:
     residency._check()
 
 
-def prompt(tokens: Any = TOKENS, namespace: Namespace = Namespace(), *items: ContentSpan) -> TokenChain:  # noqa: B008
+def prompt(tokens: Any = TOKENS, namespace: Namespace = PLAIN, *items: ContentSpan) -> TokenChain:
     return TokenChain(ChainSpec(4, DOMAIN.mix), DOMAIN.root_key(namespace), tokens, items)
 
 
-def depth(residency: Residency, tokens: Any = TOKENS, namespace: Namespace = Namespace(), *items: ContentSpan) -> int:  # noqa: B008
+def depth(residency: Residency, tokens: Any = TOKENS, namespace: Namespace = PLAIN, *items: ContentSpan) -> int:
     """Leading blocks of a prompt whose keys are published."""
     wanted, keys = prompt(tokens, namespace, *items), set(residency.keys())
     return next((d - 1 for d in range(1, wanted.depth + 1) if wanted.key(d) not in keys), wanted.depth)
@@ -430,9 +431,9 @@ def test_same_handle_means_the_same_block_whatever_is_said_of_it_later() -> None
 def test_items_enter_the_keys_of_their_blocks() -> None:
     cat, dog = ContentSpan("cat", 5), ContentSpan("dog", 5)
     residency = mirror(stored([1, 2, 3], contents=(cat,)))
-    assert [depth(residency, TOKENS[:12], Namespace(), *items) for items in ((cat,), (dog,), ())] == [3, 1, 1]
+    assert [depth(residency, TOKENS[:12], PLAIN, *items) for items in ((cat,), (dog,), ())] == [3, 1, 1]
     apply(residency, stored([4, 5], 1, TOKENS[4:12], contents=(ContentSpan("dog", 1),)))
-    assert [depth(residency, TOKENS[:12], Namespace(), *items) for items in ((cat,), (dog,), ())] == [3, 3, 1]
+    assert [depth(residency, TOKENS[:12], PLAIN, *items) for items in ((cat,), (dog,), ())] == [3, 3, 1]
     # An item that began before the event, or after it, is no part of its blocks.
     apply(residency, stored([6], tokens=[5] * 4, contents=(ContentSpan("cat", -1), ContentSpan("cat", 4))))
     assert depth(residency, [5] * 4) == 1

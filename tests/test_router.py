@@ -242,6 +242,15 @@ def test_overload_is_ignored_when_everybody_is_overloaded() -> None:
     assert {c.state for c in decision.candidates} == {PushBackState.OVERLOADED}
 
 
+def test_no_routing_stays_local_however_busy_local_is() -> None:
+    net = mesh(2, policy=NoRouting())
+    net.run(1.0)
+    load(net, "n0/0", BUSY)
+    net.run(0.25)
+    decision = net.nodes["n0"].route(prompt(1, LONG), net.now)
+    assert (decision.target, decision.candidates[0].state) == ("n0/0", PushBackState.OVERLOADED)
+
+
 def test_a_gateway_ignores_overload_when_all_its_peers_are_overloaded() -> None:
     net = mesh(2)
     gateway = net.add(Node("gate", DOMAIN, rng=random.Random(9), now=net.now, settings=SETTINGS))
