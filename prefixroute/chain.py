@@ -123,7 +123,7 @@ class TokenChain:
 
     `depth` is the number of full blocks. Make it with `Node.chain`. `key(1)` packs only the first block, so a
     prompt that nobody holds costs about a microsecond; any other depth costs one hash of at most 32 blocks and the
-    boundaries below it, each hashed once.
+    boundaries below it, each hashed once. A list is read when its tokens are first needed: leave it as it is.
     """
 
     __slots__ = (

@@ -40,7 +40,6 @@ class Copy:
         "heartbeat",
         "incarnation",
         "keys",
-        "known_at",
         "mine",
         "suspected",
         "url",
@@ -52,7 +51,7 @@ class Copy:
         self.incarnation = incarnation
         self.keys: WriterSet = OwnedSet() if mine else WriterSet()
         self.heartbeat = 0
-        self.heard_at = self.known_at = now
+        self.heard_at = now
         self.advert = Advert(LoadReport())
         self.url = url
         self.assembly: Assembly | None = None

@@ -106,7 +106,7 @@ class Gossip:
         self.copies: dict[str, Copy] = {}
         self.next_round_at = now
         self._round_at = now
-        self._awake_at = now
+        self._awake_at = float("-inf")
         front = overhead_bytes(Message(node, 2**63 - 1, 2**63 - 1, True, domain.fields()))
         if settings.datagram_bytes < front + least_room():
             raise UsageError(
@@ -121,7 +121,7 @@ class Gossip:
         self._outbox: list[Datagram] = []
         self._touched: set[str] = set()
         self._nonce = rng.getrandbits(40)
-        self._turn = 0
+        self._turns: Counter[bool] = Counter()
         self._gone: LRUCache[str, tuple[int, int]] = LRUCache(4096)
         self._refused: LRUCache[tuple[Hashable, str], float] = LRUCache(256)
 
@@ -164,7 +164,9 @@ class Gossip:
             if len(peer.probes) >= 8:
                 peer.probes.pop(next(iter(peer.probes)))
             peer.probes[self._nonce] = now
-            self._send(peer, Kind.SYN, 0, (self._entry(copy, now) for copy in self._rotated()), [])
+            copies = self._rotated()
+            sent = self._send(peer, Kind.SYN, 0, (self._entry(copy, now) for copy in copies), [])
+            self._turns.update(copy.mine for copy in copies[:sent])
         self._counters["rounds"] += 1
 
     def receive(self, data: bytes, source: Hashable, now: float) -> None:
@@ -197,14 +199,17 @@ class Gossip:
 
     # --- sending -------------------------------------------------------------------------------------------
 
-    def _rotated(self) -> Iterable[Copy]:
-        """Own endpoints first, then the others, starting elsewhere each time: what does not fit waits its turn."""
-        self._turn += 1
+    def _rotated(self) -> list[Copy]:
+        """Own endpoints and others in turn, each from where the last vector ended: what does not fit comes next."""
+        copies: list[Copy] = []
         for mine in (True, False):
-            copies = [copy for copy in self.copies.values() if copy.mine is mine]
-            start = self._turn % max(len(copies), 1)
-            yield from copies[start:]
-            yield from copies[:start]
+            these = [copy for copy in self.copies.values() if copy.mine is mine]
+            start = self._turns[mine] % max(len(these), 1)
+            these = these[start:] + these[:start]
+            # One to one while there are both, so that neither keeps the other out of a vector.
+            both = min(len(copies), len(these))
+            copies = [copy for two in zip(copies, these, strict=False) for copy in two] + copies[both:] + these[both:]
+        return copies
 
     def _entry(self, copy: Copy, now: float) -> VectorEntry:
         want = None
@@ -215,8 +220,11 @@ class Gossip:
         version = copy.keys.version
         return VectorEntry(copy.endpoint, *copy.beat, version, age_ms, copy.advert.to_wire(), want)
 
-    def _send(self, peer: Peer, kind: Kind, echo: int, vector: Iterable[VectorEntry], debts: list[Debt]) -> None:
-        """Send a vector and what is owed, in as many datagrams as the burst allows; each fits after encoding."""
+    def _send(self, peer: Peer, kind: Kind, echo: int, vector: Iterable[VectorEntry], debts: list[Debt]) -> int:
+        """Send a vector and what is owed, in as many datagrams as the burst allows; each fits after encoding.
+
+        Return how many entries fitted: they all go in the first datagram.
+        """
         domain = None if peer.same_domain else self._domain.fields()
         budget = self.settings.datagram_bytes
         nonce = self._nonce if kind is Kind.SYN else 0
@@ -228,7 +236,8 @@ class Gossip:
                 break
             entries.append(encoded)
             room -= len(encoded)
-        complete = kind is Kind.SYN and len(entries) == len(self.copies)
+        fitted = len(entries)
+        complete = kind is Kind.SYN and fitted == len(self.copies)
         updates: list[bytes] = []
         spent = 0
         for debt in debts:
@@ -243,7 +252,7 @@ class Gossip:
                     spent += self._put(peer, kind, Message(self.node, nonce, echo, complete, domain), entries, updates)
                     if spent + budget > self.settings.burst_bytes:
                         self._counters["bursts_cut"] += 1
-                        return
+                        return fitted
                     # What goes on is an ACK: it asks for nothing.
                     kind, nonce, echo, complete, entries, updates = Kind.ACK, 0, 0, False, [], []
                     room = budget - overhead_bytes(Message(self.node, 0, 0, True, domain))
@@ -252,6 +261,7 @@ class Gossip:
                 room -= len(part)
                 lower = upper
         self._put(peer, kind, Message(self.node, nonce, echo, complete, domain), entries, updates)
+        return fitted
 
     def _put(self, peer: Peer, kind: Kind, head: Message, entries: list[bytes], updates: list[bytes]) -> int:
         data = encode(kind, self._fingerprint, self._domain.secret, head, entries, updates)
@@ -286,8 +296,7 @@ class Gossip:
             # An endpoint of this node's own name that it does not have is one of its former life.
             if now - heard_at > self.settings.forget_after_s or _owner(entry.endpoint) in ("", self.node):
                 return
-            copy = self.copies[entry.endpoint] = Copy(entry.endpoint, False, entry.incarnation, now)
-            copy.heard_at = heard_at
+            copy = self.copies[entry.endpoint] = Copy(entry.endpoint, False, entry.incarnation, heard_at)
             self._touched.add(entry.endpoint)
             self._emit(ReplicaChanged(entry.endpoint, "learnt"))
         elif copy.mine:
@@ -438,9 +447,8 @@ class Gossip:
             if told is None or now - told > 60:
                 self._refused[source, field] = now
                 self._counters[f"domain_mismatch_{field}"] += 1
-                self._emit(
-                    DomainMismatch(source, message.sender, field, ours if other else self._fingerprint.hex(), value)
-                )
+                mine = ours if other is not None else self._fingerprint.hex()
+                self._emit(DomainMismatch(source, message.sender, field, mine, value))
             if other is None:
                 return
 
@@ -454,8 +462,7 @@ class Gossip:
                 self._emit(PeerChanged(peer.node, "suspected", f"unheard for {now - peer.heard_at:.1f} s"))
         for copy in [copy for copy in self.copies.values() if not copy.mine]:
             age = copy.age_s(now)
-            # Who was known before the pause is given the time since; what others said after it is as old as they say.
-            silence = min(age, now - self._awake_at) if copy.known_at <= self._awake_at else age
+            silence = min(age, now - self._awake_at)
             copy.suspected = silence > limits.suspect_after_s or (copy.suspected and age > limits.suspect_after_s)
             if silence > limits.forget_after_s:
                 self.forget(copy.endpoint, f"unheard for {age:.0f} s")

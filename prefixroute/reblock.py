@@ -244,12 +244,12 @@ class Reblocker:
         while above is not None and not self._placed(above):
             unplaced.append(above)
             above = above.parent
-        tree.plant(span.root)
         key = span.root if above is None or above.key is None else above.key
         depth = 0 if above is None else above.end // size
         data = _tokens(span, depth * size, span.end // size * size)
         if data is None:
             return None
+        tree.plant(span.root)
         extras = block_extras(_contents(span, depth * size), size)
         width = self._spec.block_bytes
         blocks = [
@@ -266,9 +266,7 @@ class Reblocker:
 def _vouched(span: Span, start: int, tier: str) -> bool:
     """Whether `span` and those above it, back to token `start`, all have a copy in `tier`."""
     at: Span | None = span
-    while at is not None:
-        if tier not in at.copies:
-            return False
+    while at is not None and tier in at.copies:
         if at.start <= start:
             return True
         at = at.parent
@@ -278,6 +276,7 @@ def _vouched(span: Span, start: int, tier: str) -> bool:
 def _tokens(span: Span, start: int, end: int) -> bytes | None:
     """Packed tokens `start` to `end` of the path that ends with `span`."""
     parts: list[bytes] = []
+    first = start
     at: Span | None = span
     while at is not None and at.end > start:
         if at.tokens is None:
@@ -285,8 +284,6 @@ def _tokens(span: Span, start: int, end: int) -> bytes | None:
         parts.append(at.tokens)
         first = at.start
         at = at.parent
-    if not parts:
-        return b""
     joined = b"".join(reversed(parts))
     return joined[(start - first) * TOKEN_BYTES : (end - first) * TOKEN_BYTES]
 

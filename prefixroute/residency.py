@@ -201,7 +201,8 @@ class Residency:
         group = self._group(event.group, event.group_kind)
         self.counts.stored += len(event.handles)
         data = self._content(event)
-        if event.block_size > 0:
+        if event.tier == GPU and event.block_size > 0:
+            # A partial block is smaller, and what another tier keeps as one may be several blocks.
             group.block_size = max(group.block_size, event.block_size)
         if data is None or group.reblocker is None:
             for handle in event.handles:
@@ -409,7 +410,8 @@ class Residency:
 
     def _check_inflation(self) -> None:
         """More live copies than the engine has blocks: removals were lost, or a full report was taken for stores."""
-        block = max((group.block_size for group in self._groups.values()), default=0)
+        # A copy takes one of the engine's blocks, whatever its group; the smallest size never finds too many.
+        block = min((group.block_size for group in self._groups.values() if group.block_size), default=0)
         if not self.capacity_tokens or self._gpu_copies * block <= self.capacity_tokens:
             self._inflated = False
         elif not self._inflated:

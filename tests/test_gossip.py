@@ -6,10 +6,10 @@ import random
 from typing import Any
 
 import pytest
-from network import DOMAIN, Network, copies, fleet, gossip, only, pair
+from network import DOMAIN, Engine, Network, copies, fleet, gossip, only, pair
 
 from prefixroute import Domain, LoadReport, Node, NodeSettings, PeerChanged, UsageError
-from prefixroute.digest import Kind, decode
+from prefixroute.digest import KEY_LIMIT, Kind, decode
 
 SECRET = DOMAIN.secret
 
@@ -122,17 +122,43 @@ def test_a_snapshot_costs_at_most_a_few_times_its_bytes_for_each_receiver(size: 
     assert sum(net.sent_bytes.values()) - before < times * 3 * 20000 * 6
 
 
-def test_forty_endpoints_of_one_node_are_known_although_a_vector_holds_half_of_them() -> None:
+def updates_taken(net: Network) -> int:
+    counters = [node.counters for node in net.nodes.values()]
+    return sum(n for counter in counters for name, n in counter.items() if name.startswith("updates_"))
+
+
+def test_more_endpoints_than_a_vector_holds_are_all_known_and_kept_without_updates() -> None:
     net = Network(1)
-    net.add("n0", endpoints=40)
+    net.add("n0", endpoints=80)
     net.add("n1")
     net.add("n2", endpoints=0)
     for engine in net.engines.values():
         engine.store(3, net.now)
-    assert net.settle(20) < 3
-    net.run(10)
-    for node in net.nodes.values():
-        assert not any(copy.suspected for copy in copies(node).values())
+        engine.node.set_load(engine.endpoint, LoadReport(1, 2, 3000, 8000.0, 0.01, 0.5, 10**6), net.now)
+    assert net.settle(20) < 2
+    taken = updates_taken(net)
+    for _ in range(10):
+        net.run(1)
+        for node in net.nodes.values():
+            assert not any(copy.suspected for copy in copies(node).values())
+    assert updates_taken(net) == taken
+
+
+def test_what_a_peer_does_not_know_comes_first_in_an_answer() -> None:
+    a, b = pair()
+    for i in range(100):
+        b.add_endpoint(str(i), incarnation=1, now=0.0)
+    known, now = -1, 0.0
+    while len(copies(a)) > known:
+        known, now = len(copies(a)), now + 1
+        for node in (a, b):
+            node.handle_timer(now)
+        b.datagrams_to_send(now)
+        b.receive_datagram(only(a, now), "at a", now)
+        a.receive_datagram(b.datagrams_to_send(now)[0].data, "at b", now)
+        a.datagrams_to_send(now)
+    # Once a's vector is full it is not complete, and the rest comes by b's own vectors.
+    assert known > 40
 
 
 def test_a_burst_of_one_datagram_still_brings_everything() -> None:
@@ -160,6 +186,23 @@ def test_load_is_everywhere_within_two_rounds() -> None:
     net.run(0.5)
     for node in net.nodes.values():
         assert copies(node)["n2/0"].advert.report == report
+
+
+def test_an_answer_goes_on_in_acks_that_ask_for_nothing() -> None:
+    a, b = pair()
+    Engine(a, "a/0", random.Random(1)).store(500, 0.0)
+    a.handle_timer(0.0)
+    a.datagrams_to_send(0.0)
+    b.handle_timer(0.0)
+    a.receive_datagram(only(b, 0.0), "at b", 0.0)
+    first, *others = [decode(datagram.data, SECRET) for datagram in a.datagrams_to_send(0.0)]
+    assert (first.kind, len(first.message.vector), first.message.echo > 0) == (Kind.SYN_ACK, 1, True)
+    assert len(others) == 2
+    for envelope in others:
+        assert (envelope.kind, envelope.message.vector, envelope.message.echo) == (Kind.ACK, [], 0)
+    updates = [update for envelope in (first, *others) for update in envelope.message.updates]
+    assert [update.lower for update in updates] == [0, *(update.upper for update in updates[:-1])]
+    assert updates[-1].upper == KEY_LIMIT
 
 
 # --- relays and ages ---------------------------------------------------------------------------------------

@@ -171,6 +171,62 @@ def test_an_update_with_keys_out_of_order_is_refused_and_the_rest_of_the_message
     b._check()
 
 
+@pytest.mark.parametrize(("added", "removed"), [((), (4,)), ((), (99,)), ((3,), ()), ((3, 99), (9,))])
+def test_a_delta_that_does_not_fit_what_is_held_discards_the_copy(
+    added: tuple[int, ...], removed: tuple[int, ...]
+) -> None:
+    _, b = pair()
+    vector = [VectorEntry("a/0", 1, 1, 3)]
+    b.receive_datagram(sent_by("a", Kind.ACK, vector=vector, updates=[update_of("a/0", 1, 0, 2, 3, 9)]), "at a", 0.0)
+    assert copies(b)["a/0"].held == (1, 2)
+    bad = update_of("a/0", 1, 2, 3, *added, removed=pack_keys(np.array(removed, np.uint64)))
+    b.receive_datagram(sent_by("a", Kind.ACK, updates=[bad]), "at a", 0.0)
+    assert (copies(b)["a/0"].held, b.counters["checksum_mismatches"]) == ((1, 0), 1)
+    b._check()
+
+
+def test_a_transfer_that_was_overtaken_is_no_longer_wanted() -> None:
+    _, b = pair()
+    vector, part = [VectorEntry("a/0", 1, 1, 5)], update_of("a/0", 1, 0, 5, 3, upper=100)
+    b.receive_datagram(sent_by("a", Kind.ACK, vector=vector, updates=[part]), "at a", 0.0)
+    b.handle_timer(0.0)
+    (entry,) = decode(only(b, 0.0), SECRET).message.vector
+    assert (entry.version, entry.want) == (0, Want(1, 0, 5, 100))
+    b.receive_datagram(sent_by("a", Kind.ACK, updates=[update_of("a/0", 1, 0, 9, 3, 9)]), "at a", 0.5)
+    b.handle_timer(1.0)
+    (entry,) = decode(only(b, 1.0), SECRET).message.vector
+    assert (entry.version, entry.want) == (9, None)
+
+
+def test_a_transfer_gives_way_to_another_only_when_it_stalls_or_a_new_life_begins() -> None:
+    _, b = pair()
+    vector = [VectorEntry("a/0", 1, 1, 5)]
+
+    def wanted(now: float, incarnation: int, version: int, lower: int, upper: int) -> tuple[int, int, int]:
+        part = update_of("a/0", incarnation, 0, version, lower, lower=lower, upper=upper)
+        b.receive_datagram(sent_by("a", Kind.ACK, vector=vector, updates=[part]), "at a", now)
+        assembly = copies(b)["a/0"].assembly
+        assert assembly is not None
+        return assembly.incarnation, assembly.version, assembly.cursor
+
+    assert wanted(0.0, 1, 5, 0, 10) == (1, 5, 10)
+    assert wanted(0.9, 1, 6, 0, 20) == (1, 5, 10)
+    assert wanted(0.9, 1, 5, 10, 30) == (1, 5, 30)
+    assert wanted(1.8, 1, 6, 0, 20) == (1, 5, 30)
+    assert wanted(2.0, 1, 6, 0, 20) == (1, 6, 20)
+    assert wanted(2.0, 2, 1, 0, 5) == (2, 1, 5)
+    assert wanted(2.1, 1, 6, 20, 25) == (2, 1, 5)
+
+
+def test_words_of_a_life_that_began_with_a_snapshot_are_taken_from_its_first_on() -> None:
+    _, b = pair()
+    b.receive_datagram(sent_by("a", Kind.ACK, vector=[VectorEntry("a/0", 1, 500, 3)]), "at a", 0.0)
+    b.receive_datagram(sent_by("a", Kind.ACK, updates=[update_of("a/0", 2, 0, 1, 3, 9)]), "at a", 1.0)
+    assert (copies(b)["a/0"].held, copies(b)["a/0"].heard_at) == ((2, 1), 0.0)
+    b.receive_datagram(sent_by("a", Kind.ACK, vector=[VectorEntry("a/0", 2, 1, 1)]), "at a", 2.0)
+    assert (copies(b)["a/0"].held, copies(b)["a/0"].heard_at) == ((2, 1), 2.0)
+
+
 def test_updates_of_unknown_and_of_own_endpoints_are_not_taken() -> None:
     a, _ = pair()
     updates = [update_of("c/0", 1, 0, 2, 3), update_of("a/0", 9, 0, 2, 3)]
@@ -190,6 +246,17 @@ def test_an_endpoint_of_ones_own_former_life_is_not_learnt() -> None:
     a, _ = pair()
     a.receive_datagram(sent_by("b", Kind.ACK, vector=[VectorEntry("a/7", 1, 5, 3)]), "at b", 0.0)
     assert set(copies(a)) == {"a/0"}
+
+
+def test_hearsay_older_than_memory_is_not_learnt_and_old_hearsay_is_suspected() -> None:
+    a, _ = pair()
+    vector = [VectorEntry(f"{name}/0", 1, 5, 3, age_ms) for name, age_ms in (("c", 60001), ("d", 59999), ("e", 1999))]
+    a.receive_datagram(sent_by("b", Kind.ACK, vector=vector), "at b", 100.0)
+    assert {endpoint: copy.suspected for endpoint, copy in copies(a).items()} == {
+        "a/0": False,
+        "d/0": True,
+        "e/0": False,
+    }
 
 
 def test_an_owner_is_not_sent_its_own_endpoint() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 import json
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -17,10 +15,8 @@ import time
 from dataclasses import replace
 from multiprocessing import shared_memory
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-import zmq
 from prefixroute_lan4 import build_model
 from prefixroute_lan4.engines import EngineSpec, launcher_for
 from prefixroute_lan4.processes import ProcessError
@@ -428,75 +424,3 @@ def test_setup_refuses_to_guess_and_leaves_a_ready_environment_alone(tmp_path: P
     ready = subprocess.run([script, tmp_path], capture_output=True, text=True, check=False)
     assert (ready.returncode, ready.stderr) == (0, "")
     assert "already" in ready.stdout
-
-
-# --- the recorder
-
-
-@pytest.fixture(scope="module")
-def recorder() -> ModuleType:
-    found = importlib.util.spec_from_file_location("record_events", LAN4 / "record_events.py")
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-def test_recorder_reads_live_and_replayed_messages_of_every_version(recorder: ModuleType) -> None:
-    seq = (7).to_bytes(8, "big")
-    assert recorder.parse([b"kv@n", seq, b"p"])[:3] == ("kv@n", 7, b"p")
-    assert recorder.parse([b"", b"kv@n", seq, b"p"])[:3] == ("kv@n", 7, b"p")
-    assert recorder.parse([b"", seq, b"p"])[:3] == ("", 7, b"p")
-    assert recorder.parse([b"", b"", b"\xff" * 8, b""]) is None
-    assert recorder.parse([b"", b"\xff" * 8, b""]) is None
-    with pytest.raises(ValueError, match="not an event message"):
-        recorder.parse([b"kv", b"short", b"p"])
-
-
-def test_recording_keeps_each_message_once_and_ends_with_the_life(recorder: ModuleType, tmp_path: Path) -> None:
-    recording = recorder.Recording(tmp_path / "out")
-
-    def message(seq: int, payload: bytes) -> object:
-        return recorder.Message("t", seq, payload, 3)
-
-    assert recording.take(message(0, b"\xc0"), 1.0)
-    assert recording.take(message(0, b"\xc0"), 1.1)  # replayed and live
-    assert recording.take(message(3, b"\xff\xff"), 2.0)
-    assert not recording.take(message(0, b"\xc2"), 3.0)
-    rows = [json.loads(line) for line in (tmp_path / "out" / "index.jsonl").read_text().splitlines()]
-    assert [row["seq"] for row in rows] == [0, 3]
-    assert recording.gaps == 2
-    assert (tmp_path / "out" / "00003.msgpack").read_bytes() == b"\xff\xff"
-    with pytest.raises(FileExistsError, match="empty folder"):
-        recorder.Recording(tmp_path / "out")
-
-
-def test_recorder_joins_replay_and_live(tmp_path: Path) -> None:
-    out, live_at = tmp_path / "out", f"ipc://{tmp_path}/live"
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.XPUB) as live:
-        for endpoint in (router, live):
-            endpoint.setsockopt(zmq.LINGER, 0)
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        live.bind(live_at)
-        argv = [LAN4 / "record_events.py", out, "--events", live_at, "--replay", f"tcp://127.0.0.1:{port}"]
-        process = subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE, text=True)
-        try:
-            assert live.poll(DEADLINE_S * 1000), "no subscription"
-            assert router.poll(DEADLINE_S * 1000), "no replay request"
-            client, *asked = router.recv_multipart()
-            assert asked == [b"", bytes(8)]
-            for seq in (0, 1):
-                router.send_multipart([client, b"", b"t", seq.to_bytes(8, "big"), b"\xc0"])
-            router.send_multipart([client, b"", b"", b"\xff" * 8, b""])
-            live.send_multipart([b"t", (1).to_bytes(8, "big"), b"\xc0"])
-            live.send_multipart([b"t", (2).to_bytes(8, "big"), b"\xc4\x02\x00\xff"])
-            asyncio.run(until((out / "00002.msgpack").exists))
-            process.send_signal(signal.SIGINT)
-            said, _ = process.communicate(timeout=DEADLINE_S)
-        finally:
-            process.kill()
-            process.communicate()
-    assert (process.returncode, said) == (0, f"{out}: 3 messages, 0 missing; stopped\n")
-    rows = [json.loads(line) for line in (out / "index.jsonl").read_text().splitlines()]
-    assert [(row["seq"], row["nframes"], row["msg"]) for row in rows] == [(0, 4, None), (1, 4, None), (2, 3, "00ff")]

@@ -336,6 +336,21 @@ def test_chain_above_a_partial_block_is_dropped_and_comes_back_in_any_order() ->
         assert (residency.live_blocks, len(residency.trees[0])) == (0, 0)
 
 
+def test_blocks_stored_below_one_whose_tokens_are_lost_match_when_it_comes_back() -> None:
+    tokens = list(range(16))
+    residency = mirror(
+        4, stored([1], None, tokens[:4], 4), stored([2], 1, tokens[4:6], 2), stored([3], 2, tokens[6:8], 2)
+    )
+    apply(residency, BlocksRemoved((1, 2)))
+    assert len(residency.trees[0]) == 0
+    apply(residency, stored([4], 3, tokens[8:12], 4), stored([2], 1, tokens[4:6], 2), stored([5], 4, tokens[12:], 4))
+    assert (depth(residency, tokens), residency.live_blocks) == (0, 4)
+    apply(residency, stored([1], None, tokens[:4], 4))
+    assert depth(residency, tokens) == 4
+    apply(residency, BlocksRemoved((1, 2, 3, 4, 5)))
+    assert (residency.live(), len(residency.trees[0]), residency.counts.unknown_removals) == ([], 0, 0)
+
+
 def test_items_count_whether_blocks_are_larger_or_smaller_and_wherever_they_are_cut() -> None:
     tokens = [7] * 12
     cat, dog = ContentSpan("cat", 5), ContentSpan("dog", 5)

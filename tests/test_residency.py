@@ -156,7 +156,9 @@ def test_rule_4_more_copies_than_the_engine_has_blocks_proves_lost_removals() ->
 def test_rule_4_inflation_counts_the_gpu_tier_over_all_groups() -> None:
     residency = mirror(*[stored([1, 2], tier="cpu")] * 5, capacity_tokens=16)
     assert residency.counts.inflated == 0
-    apply(residency, stored([1, 2]), stored([1, 2, 3], group=1, group_kind=WINDOW))
+    apply(residency, stored([1, 2]), stored([1, 2], tokens=(), block_size=64, group=1, group_kind="mamba"))
+    assert residency.counts.inflated == 0
+    apply(residency, stored([3], tokens=(), block_size=64, group=1))
     assert residency.counts.inflated == 1
 
 
@@ -222,7 +224,8 @@ def test_rule_9_window_group_of_an_engine_that_speaks_late_is_not_taken_for_what
     node, endpoint = node_with_endpoint()
     for i in range(SILENT_AFTER):
         node.report(node.route(TOKENS, float(i)), Outcome.served(), float(i))
-    window, full = stored([1, 2], group_kind=WINDOW), stored([1, 2], group=1, group_kind=FULL)
+    window = stored([2], tokens=TOKENS[:8], group_kind=WINDOW)
+    full = stored([1, 2], group=1, group_kind=FULL)
     node.apply(endpoint, EngineBatch((window, full)), 50.0)
     assert node.route(TOKENS, 51.0).matched_tokens == 8
 
@@ -236,6 +239,8 @@ def test_rule_10_block_size_is_read_from_each_groups_events() -> None:
     assert residency.hit_unit == 96
     # A partial block says nothing of the engine's own size, an event without tokens nothing at all.
     apply(residency, stored([2], 1, [1, 2], block_size=2), stored([1], tokens=(), block_size=0, tier="cpu"))
+    # What another tier keeps as one may be several of the engine's blocks.
+    apply(residency, stored([9], tokens=[1] * 256, block_size=256, tier="cpu"))
     assert residency.hit_unit == 96
 
 
@@ -377,6 +382,13 @@ def test_doubt_heals_as_blocks_are_stored_again_or_go() -> None:
     assert residency.confidence == 1.0
 
 
+def test_block_that_was_gone_before_a_gap_and_is_stored_after_it_is_not_doubted() -> None:
+    residency = mirror(stored([1, 2]), BlocksRemoved((1,)), StreamGap())
+    assert residency.confidence == DOUBT
+    apply(residency, stored([1]))
+    assert residency.confidence == 1 - DOUBT / 2
+
+
 def test_what_is_stored_after_a_gap_is_not_doubted() -> None:
     residency = mirror(StreamGap(), stored([1, 2]))
     assert (residency.confidence, residency.partial) == (1.0, True)
@@ -462,6 +474,8 @@ def test_handle_twice_in_one_event_is_two_copies() -> None:
 def test_block_that_names_itself_as_parent_never_matches() -> None:
     residency = mirror(stored([1], 1), stored([1], 1), stored([2], 1, TOKENS[4:8]))
     assert (residency.canonical_blocks, residency.live()) == (0, [Live("gpu", 0, 2, 3)])
+    told_late = mirror(BlocksStored((1,), None, (), 0), stored([1], 1))
+    assert (told_late.canonical_blocks, told_late.live()) == (0, [Live("gpu", 0, 1, 2)])
     apply(residency, BlocksRemoved((1, 1, 2)))
     assert residency._groups[0].spans == {}
 

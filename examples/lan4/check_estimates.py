@@ -116,6 +116,7 @@ async def compare(url: str, model: str, source: EventSource, wanted: Iterator[As
             await quiet(follower)
             for asked in wanted:
                 now = time.monotonic()
+                node.handle_timer(now)  # nobody gossips here, but what the engine taught is taken over in rounds
                 decision = node.route(asked.tokens, now, namespace=Namespace(salt=asked.salt), forwarded=True)
                 reported = await ask(client, url, model, asked)
                 node.report(decision, Outcome.served(cached_tokens=reported), time.monotonic())
@@ -130,16 +131,16 @@ async def compare(url: str, model: str, source: EventSource, wanted: Iterator[As
 @contextlib.asynccontextmanager
 async def own_engine() -> AsyncIterator[RunningEngine]:
     """Start a vLLM with a cache of 6,400 tokens for the length of the block."""
-    run_dir = Path(tempfile.mkdtemp(prefix="lan4-check-"))
     (port,) = free_ports(1, socket.SOCK_STREAM)
-    events, replay = f"ipc://{run_dir}/events", f"ipc://{run_dir}/replay"
-    launcher = VllmLauncher(EngineSpec("check", port, events, replay, "", 16, _OWN_BLOCKS, 0, run_dir))
-    try:
-        engine = await launcher.start()
-        await launcher.wait_ready()
-        yield engine
-    finally:
-        await launcher.stop()
+    with tempfile.TemporaryDirectory(prefix="lan4-check-", ignore_cleanup_errors=True) as folder:
+        events, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
+        launcher = VllmLauncher(EngineSpec("check", port, events, replay, "", 16, _OWN_BLOCKS, 0, Path(folder)))
+        try:
+            engine = await launcher.start()
+            await launcher.wait_ready()
+            yield engine
+        finally:
+            await launcher.stop()
 
 
 def tell(rows: list[Row], node: Node) -> bool:
