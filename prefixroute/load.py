@@ -273,7 +273,7 @@ class Pace(NamedTuple):
 
 
 def learnt(report: LoadReport, estimate: RateEstimate) -> LoadReport:
-    """Return `report` with the rate and fixed time that outcomes show, once they do: a setting is a guess beside them."""
+    """Return `report` with the rate and fixed time that outcomes show, once they do: a setting is but a guess."""
     rate, overhead = estimate.prefill_tokens_per_s, estimate.overhead_s
     if not rate and not overhead:
         return report

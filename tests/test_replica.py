@@ -249,6 +249,15 @@ def test_a_snapshot_stays_frozen_while_the_log_leads_on_from_it() -> None:
     assert held.snapshot().version == 3
 
 
+def test_a_frozen_snapshot_that_the_log_no_longer_leads_on_from_is_given_up() -> None:
+    held = WriterSet()
+    held.advance(1, keys(1, 2), keys())
+    assert held.snapshot().version == 1
+    held.advance(2, keys(*range(10, 10 + LOG_BYTES // 8)), keys())
+    held.advance(3, keys(3), keys())
+    assert held.snapshot().version == 3
+
+
 def test_a_receiver_that_has_the_frozen_state_is_given_a_later_one() -> None:
     held = WriterSet()
     held.advance(1, keys(*range(100)), keys())
@@ -320,6 +329,7 @@ def test_two_local_keys_of_one_wire_key_count_twice() -> None:
     owned.note((), {one})
     assert not owned.publish()
     assert owned.tolist() == [0xABCDEF]
+    assert owned._repeats == {}
     owned.note((), {other})
     assert owned.publish()
     assert owned.tolist() == []
