@@ -151,6 +151,16 @@ def test_the_parts_together_are_the_change_from_the_cursor_on(
         assert (part.since, part.version, part.checksum) == (change.since, change.version, change.checksum)
 
 
+def test_room_is_counted_in_bytes_not_in_characters() -> None:
+    debt = debt_of(
+        change_of(set(range(0, 10**6, 97)), set(range(1, 10**6, 97))), "\N{SNOWMAN}" * 80, "\N{SNOWMAN}" * 256
+    )
+    for room in range(1100, 1500, 7):
+        part, _ = cut(debt, 0, room)
+        assert part is None or len(part) <= room
+    assert part is not None
+
+
 def test_a_part_uses_the_room_it_is_given() -> None:
     debt = debt_of(change_of(set(range(0, 10**6, 97)), set()))
     for room in (400, 1100, 60000):

@@ -65,10 +65,11 @@ class DemoSettings:
 
 
 class Run(NamedTuple):
-    """One pass of the trace."""
+    """One pass of the trace. `killed_at_s` is when the kill was through, in seconds since the start."""
 
     figures: RunFigures
     samples: list[Sample]
+    killed_at_s: float | None = None
 
 
 class DemoResult(NamedTuple):
@@ -152,21 +153,23 @@ async def run_demo(
 
 async def _run_once(cluster: Cluster, trace: Trace, kill: Kill | None, on_answer: Callable[[Sample], None]) -> Run:
     began = time.monotonic()
-    killing = asyncio.create_task(_kill_later(cluster, trace, kill))
+    killing = asyncio.create_task(_kill_later(cluster, trace, kill, began))
     try:
         samples = await send_trace(trace, cluster.addresses, cluster.model, on_answer)
-        await killing
+        killed_at_s = await killing
     finally:
         killing.cancel()
     duration_s = time.monotonic() - began
     figures = run_figures(samples, await cluster.figures(), duration_s, len(cluster.sites))
-    return Run(figures, samples)
+    return Run(figures, samples, killed_at_s)
 
 
-async def _kill_later(cluster: Cluster, trace: Trace, kill: Kill | None) -> None:
-    if kill is not None:
-        await asyncio.sleep(kill.fraction * trace.duration_s)
-        await cluster.kill(kill.node)
+async def _kill_later(cluster: Cluster, trace: Trace, kill: Kill | None, began: float) -> float | None:
+    if kill is None:
+        return None
+    await asyncio.sleep(kill.fraction * trace.duration_s)
+    await cluster.kill(kill.node)
+    return time.monotonic() - began
 
 
 def run_to_end(settings: DemoSettings, trace: Trace, progress: Progress | None = None) -> DemoResult:
