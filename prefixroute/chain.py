@@ -130,6 +130,7 @@ class TokenChain:
         "_bounds",
         "_extras",
         "_first",
+        "_mix",
         "_packed",
         "_tokens",
         "_width",
@@ -152,6 +153,7 @@ class TokenChain:
         self.root = root
         self.namespace = namespace
         self._width = spec.block_tokens * TOKEN_BYTES
+        self._mix = spec.mix
         self._packed: bytes | None = None
         if isinstance(tokens, list):
             self._tokens: Any = tokens
@@ -190,7 +192,12 @@ class TokenChain:
         bounds = self._bounds
         while len(bounds) <= stride:
             bounds.append(self._hash(len(bounds) - 1, len(bounds) * STRIDE))
-        return self._hash(stride, depth)
+        packed = self._packed
+        if packed is None or self._extras:
+            return self._hash(stride, depth)
+        # As `_hash` does, without the call: a search asks for ten to twenty keys.
+        width = self._width
+        return xxh3_64_intdigest(packed[stride * STRIDE * width : depth * width], bounds[stride] ^ self._mix)
 
     def wire(self, depth: int) -> int:
         """Return the wire key of the first `depth` blocks."""
@@ -214,7 +221,7 @@ class TokenChain:
             data = _pack_sequence(self._tokens[: self.spec.block_tokens])
         else:
             data = self._packed[: self._width]
-        return xxh3_64_intdigest(data + self._extras.get(0, b""), self.root ^ self.spec.mix)
+        return xxh3_64_intdigest(data + self._extras.get(0, b""), self.root ^ self._mix)
 
     def _hash(self, stride: int, depth: int) -> int:
         lower = stride * STRIDE
@@ -223,7 +230,7 @@ class TokenChain:
         else:
             packed = self._packed if self._packed is not None else self.packed
             data = packed[lower * self._width : depth * self._width]
-        return xxh3_64_intdigest(data, self._bounds[stride] ^ self.spec.mix)
+        return xxh3_64_intdigest(data, self._bounds[stride] ^ self._mix)
 
 
 class ChainCursor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from .fleet import Candidate
@@ -38,8 +39,11 @@ class GreedyCost:
 
     def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         """Sort by cost."""
-        order = tuple(sorted(candidates, key=_cost)) if len(candidates) > 1 else tuple(candidates)
+        order = tuple(sorted(candidates, key=_COST)) if len(candidates) > 1 else tuple(candidates)
         best = order[0]
+        if not best.local and len(order) > 1 and order[1].cost_s == best.cost_s:
+            order = tuple(sorted(order, key=_cost_and_place))
+            best = order[0]
         if best.local:
             return Choice(order, "local is cheapest" if best.matched_tokens else "local: nobody is cheaper")
         if best.depth > max((c.depth for c in candidates if c.local), default=0):
@@ -84,5 +88,8 @@ POLICIES: dict[str, type[GreedyCost] | type[LongestMatch] | type[LeastLoad] | ty
 """Policies by the name that command lines and configuration files use."""
 
 
-def _cost(candidate: Candidate) -> tuple[float, bool]:
+_COST = attrgetter("cost_s")
+
+
+def _cost_and_place(candidate: Candidate) -> tuple[float, bool]:
     return (candidate.cost_s, not candidate.local)
