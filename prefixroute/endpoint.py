@@ -14,10 +14,10 @@ from dataclasses import replace
 from math import gcd
 
 from .chain import TokenChain
+from .copies import Copy
 from .domain import Domain
 from .events import EngineBatch, NodeEvent, PushBackChanged, ResidencyChanged, StreamRestarted
 from .fleet import Standing
-from .gossip import Copy
 from .history import RoutingHistory
 from .load import Advert, LoadReport, PushBack, PushBackSettings, PushBackState, learnt
 from .replica import OwnedSet

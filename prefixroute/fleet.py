@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from itertools import islice
 from typing import NamedTuple
 
-from .gossip import Copy, Peer
+from .copies import Copy, Peer
 from .load import Ledger, LoadReport, Pace, PushBackState, RateEstimate, Suspension, learnt
 
 BELIEF = 0.95

@@ -25,8 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from cachetools import LRUCache
 
-from .copies import Copy as Copy
-from .copies import Peer as Peer
+from .copies import Copy, Peer
 from .digest import (
     KEY_LIMIT,
     Keys,

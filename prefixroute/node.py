@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .chain import ChainSpec, TokenChain
+from .copies import Copy, Peer
 from .decision import Decision, Explanation, Outcome
 from .domain import Domain
 from .endpoint import LocalEndpoint
 from .errors import UsageError
 from .events import DEFAULT_NAMESPACE, ContentSpan, EngineBatch, Namespace, NodeEvent, PeerChanged
 from .fleet import Standing
-from .gossip import Copy, Datagram, Gossip, GossipSettings, Peer
+from .gossip import Datagram, Gossip, GossipSettings
 from .load import LoadReport, PushBackSettings
 from .policy import GreedyCost, Policy
 from .residency import Residency

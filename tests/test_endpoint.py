@@ -25,9 +25,9 @@ from prefixroute import (
     TokenChain,
 )
 from prefixroute.chain import ChainSpec
+from prefixroute.copies import Copy
 from prefixroute.endpoint import SILENT_AFTER, LocalEndpoint
 from prefixroute.fleet import Standing
-from prefixroute.gossip import Copy
 from prefixroute.history import DEFAULT_CAPACITY_BLOCKS, RoutingHistory
 from prefixroute.testing import stored
 

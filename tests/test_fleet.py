@@ -7,8 +7,8 @@ import random
 import pytest
 
 from prefixroute import LoadReport, PushBackState
+from prefixroute.copies import Copy, Peer
 from prefixroute.fleet import BELIEF, DEFAULT_RTT_S, Fleet, Standing
-from prefixroute.gossip import Copy, Peer
 from prefixroute.load import DEFAULT_PREFILL_TOKENS_PER_S, Advert
 
 SEEDS = range(12)
