@@ -147,9 +147,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     quiet = options.json == "-"
     if not quiet:
-        print(
-            f"{'endpoints':>9} {'blocks':>6} {'case':<5} {'form':<7}{'best us':>9}{'median us':>11}{'packing us':>12}"
-        )
+        print("".join(f"{column:>16}" for column in COLUMNS))
     for endpoints in map(int, options.endpoints.split(",")):
         for blocks in map(int, options.blocks.split(",")):
             for row in measure(endpoints, blocks, options.repeat):
