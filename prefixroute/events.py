@@ -149,7 +149,7 @@ class DomainMismatch:
 
 @dataclass(frozen=True, slots=True)
 class PeerChanged:
-    """A peer became ``heard``, ``suspected``, ``suspended`` (forwards to it fail) or ``forgotten``."""
+    """A peer was ``heard``, ``suspected`` (silent) or ``removed``, or forwards to it ``suspended`` or ``resumed``."""
 
     peer: str
     state: str

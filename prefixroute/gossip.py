@@ -121,6 +121,8 @@ class Gossip:
         self._touched: set[str] = set()
         self._nonce = rng.getrandbits(40)
         self._turns: Counter[bool] = Counter()
+        self.removed: LRUCache[str, None] = LRUCache(4096)
+        """Nodes that the caller took out: what relays say of their endpoints is ignored."""
         self._gone: LRUCache[str, tuple[int, int]] = LRUCache(4096)
         self._refused: LRUCache[tuple[Hashable, str], float] = LRUCache(256)
 
@@ -293,7 +295,8 @@ class Gossip:
             if gone is not None and (entry.incarnation, entry.heartbeat) <= gone:
                 return
             # An endpoint of this node's own name that it does not have is one of its former life.
-            if now - heard_at > self.settings.forget_after_s or _owner(entry.endpoint) in ("", self.node):
+            owner = _owner(entry.endpoint)
+            if now - heard_at > self.settings.forget_after_s or owner in ("", self.node) or owner in self.removed:
                 return
             copy = self.copies[entry.endpoint] = Copy(entry.endpoint, False, entry.incarnation, heard_at)
             self._touched.add(entry.endpoint)

@@ -87,16 +87,16 @@ class MergedIndex:
             # An unshared mask is the endpoint's own int object: nothing is allocated for it.
             masks[key] = bit if mask is None else mask | bit
 
-    def search(self, chain: TokenChain, keep: int = DEEPEST) -> list[Stratum]:
-        """Return the deepest `keep` strata of a prompt, deepest first, without the holders of nothing.
+    def search(self, chain: TokenChain, keep: int = DEEPEST, within: int = -1) -> list[Stratum]:
+        """Return the deepest `keep` strata of a prompt among the endpoints `within`, without the holders of nothing.
 
         A prompt whose first block nobody holds costs one hash and one look-up. Otherwise O(depth / 32) hashes, and
-        log2(32) more for each distinct depth that is returned.
+        log2(32) more for each distinct depth that is returned. Deepest first.
         """
         if not chain.depth:
             return []
-        first = self._masks.get(chain.key(1) >> 16)
-        if first is None:
+        first = self._masks.get(chain.key(1) >> 16, 0) & within
+        if not first:
             return []
         brackets = self._gallop(chain, first)
         strata: list[Stratum] = []

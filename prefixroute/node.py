@@ -159,16 +159,18 @@ class Node:
             peer.address = address
             return
         self._gossip.peers[node] = Peer(node, address, now)
+        self._gossip.removed.pop(node, None)
         for standing in self._fleet.standings.values():
             if _owner(standing.name) == node:
                 standing.peer = self._gossip.peers[node]
 
     def remove_peer(self, node: str, now: float) -> None:
-        """Stop gossiping with a node and forget its endpoints. O(its keys)."""
+        """Stop gossiping with a node and forget its endpoints, whoever still speaks of them. O(its keys)."""
         if self._gossip.peers.pop(node, None) is None:
             return
         for endpoint in [name for name in self._gossip.copies if _owner(name) == node]:
             self._gossip.forget(endpoint, "removed")
+        self._gossip.removed[node] = None
         self._follow_copies(now)
         self._events.append(PeerChanged(node, "removed"))
 
@@ -210,7 +212,12 @@ class Node:
 
     def apply(self, endpoint: str, batch: EngineBatch, now: float) -> None:
         """Apply what the endpoint's engine did. Never raises for its content."""
-        self._took(endpoint, *self._local(endpoint).apply(batch))
+        local = self._local(endpoint)
+        self._took(endpoint, *local.apply(batch))
+        if local.residency.hit_unit not in (0, local.copy.advert.hit_unit):
+            # The first event tells the engine's block; until then a match is rounded down to the canonical one.
+            self._advertise(endpoint, now)
+            self._fleet.refresh(self._fleet.standings[endpoint], now)
 
     def set_load(self, endpoint: str, report: LoadReport, now: float) -> None:
         """Take a probe's report of the endpoint's engine."""
@@ -256,8 +263,13 @@ class Node:
         With `forwarded`, as for a request that another node sent here, only local endpoints are considered. Raises
         `UsageError` when tokens cannot be used, or when no endpoint at all is known.
         """
-        chain = prompt if isinstance(prompt, TokenChain) else self.chain(prompt, namespace=namespace, contents=contents)
-        return self._router.route(chain, forwarded, now)
+        if not isinstance(prompt, TokenChain):
+            prompt = self.chain(prompt, namespace=namespace, contents=contents)
+        elif namespace is not DEFAULT_NAMESPACE or contents:
+            raise UsageError("a prepared chain has its namespace and contents: give them to chain(), not to route()")
+        elif prompt.spec != self._spec:
+            raise UsageError("this chain was prepared by a node of another domain")
+        return self._router.route(prompt, forwarded, now)
 
     def first_token(self, decision: Decision, now: float) -> None:
         """Note that the target's first token came: its prefill is done, so its booked work is released."""

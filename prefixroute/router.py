@@ -143,11 +143,11 @@ class Router:
         a handful, however many there are.
         """
         fleet, block, n = self.fleet, self._block_tokens, chain.n_tokens
-        strata = self.index.search(chain)
         # Push-back is relative: it is honoured while somebody who does not push back exists, local included.
         eligible = fleet.local if forwarded else (fleet.usable & ~fleet.overloaded or fleet.usable)
         if self._keeps_local:
             eligible |= fleet.local
+        strata = self.index.search(chain, within=eligible | fleet.local)
         remote = eligible & ~fleet.local
         depths: dict[Standing, int] = {}
         seen = 0

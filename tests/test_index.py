@@ -46,6 +46,17 @@ def expected(depths: dict[str, int], keep: int = DEEPEST) -> list[tuple[int, set
     return [(depth, {name for name in depths if depths[name] == depth}) for depth in distinct]
 
 
+def test_a_search_within_some_endpoints_sees_no_others() -> None:
+    chain = prompt(40)
+    index = index_of({f"n{i}/0": depth for i, depth in enumerate((40, 39, 38, 37, 5))}, chain)
+    shallow = index.bit("n4/0") | index.bit("n2/0")
+    assert index.search(chain, keep=4, within=shallow) == [
+        Stratum(38, index.bit("n2/0")),
+        Stratum(5, index.bit("n4/0")),
+    ]
+    assert index.search(chain, within=0) == []
+
+
 # --- exact -------------------------------------------------------------------------------------------------
 
 

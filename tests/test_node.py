@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from routing import BLOCK, DOMAIN, SETTINGS, known, new, pair, prompt
+from routing import BLOCK, DOMAIN, SETTINGS, known, mesh, new, pair, prompt
 
 from prefixroute import (
     ContentSpan,
+    Domain,
     EngineBatch,
     LoadReport,
     LongestMatch,
@@ -312,3 +313,37 @@ def test_settings_reach_push_back_and_policy() -> None:
     node.set_load(endpoint, LoadReport(queued_tokens=600, prefill_tokens_per_s=1000), 0.0)
     assert node.stats(0.0).endpoints[0].push_back == "overloaded"
     assert node.route(prompt(1, 4), 0.0).reason == "no match"
+
+
+def test_a_removed_peer_stays_removed_whatever_relays_say() -> None:
+    net = mesh(3)
+    net.run(1.0)
+    node = net.nodes["n0"]
+    node.remove_peer("n1", net.now)
+    net.run(2.0)
+    assert {row.endpoint for row in node.stats(net.now).endpoints} == {"n0/0", "n2/0"}
+    assert {row.endpoint for row in net.nodes["n2"].stats(net.now).endpoints} == {"n0/0", "n1/0", "n2/0"}
+    node.add_peer("n1", "n1", net.now)
+    net.run(2.0)
+    assert "n1/0" in {row.endpoint for row in node.stats(net.now).endpoints}
+
+
+def test_a_prepared_chain_takes_no_second_namespace_and_no_other_domain() -> None:
+    net = mesh(1)
+    node = net.nodes["n0"]
+    chain = node.chain(prompt(1, 4))
+    with pytest.raises(UsageError, match="give them to chain"):
+        node.route(chain, net.now, namespace=Namespace(salt="x"))
+    stranger = Node("other", Domain("m", "t", 32), rng=random.Random(1), now=0.0)
+    with pytest.raises(UsageError, match="another domain"):
+        node.route(stranger.chain(prompt(1, 4)), net.now)
+
+
+def test_the_first_event_tells_the_engines_block() -> None:
+    net = mesh(1)
+    node = net.nodes["n0"]
+    tokens = prompt(1, 8)[: 8 * BLOCK]
+    node.apply("n0/0", stored(tokens, 4 * BLOCK), net.now)
+    assert known(node, "n0/0") is not None
+    decision = node.route([*tokens[: 6 * BLOCK], 7], net.now)
+    assert (decision.candidates[0].depth, decision.matched_tokens) == (6, 4 * BLOCK)
