@@ -158,7 +158,9 @@ class PeerChanged:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaChanged:
-    """A peer endpoint's replica was replaced, or discarded (``checksum``, ``incarnation``)."""
+    """A peer endpoint was ``learnt`` or ``forgotten``, its replica ``replaced`` or ``discarded``; or an own endpoint
+    was ``refuted``: it met a later life of itself and moved past it. `reason` says why.
+    """
 
     endpoint: str
     state: str

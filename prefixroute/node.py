@@ -142,8 +142,8 @@ class Node:
             raise UsageError(f"endpoint {endpoint!r} was added already")
         if not isinstance(incarnation, int) or not 0 < incarnation < 2**63:
             raise UsageError("incarnation must be an int in 1 .. 2**63 - 1; time.time_ns() will do")
-        if len(url) > 256 or len(endpoint) > 80:
-            raise UsageError("an endpoint's url has at most 256 characters and its id at most 80")
+        if len(url.encode()) > 256 or len(endpoint.encode()) > 80:
+            raise UsageError("an endpoint's url has at most 256 bytes and its id at most 80")
         copy = Copy(endpoint, True, incarnation, now, url)
         self._locals[endpoint] = LocalEndpoint(copy, self.domain, self.settings.push_back, credited)
         self._gossip.copies[endpoint] = copy

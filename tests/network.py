@@ -50,6 +50,18 @@ class Sighting(NamedTuple):
     keys: Keys
 
 
+class Life:
+    """What an owner held at each version of one life, under the incarnations that it went through."""
+
+    def __init__(self) -> None:
+        self.incarnations: set[int] = set()
+        self.sets: dict[int, Keys] = {}
+
+    def held(self, incarnation: int, version: int, keys: Keys) -> bool:
+        """Whether these are the keys at a pair; a life that reuses an incarnation shares its pairs with another."""
+        return incarnation in self.incarnations and version in self.sets and np.array_equal(self.sets[version], keys)
+
+
 class Engine:
     """Stands in for one endpoint's engine: stores and evicts chains of blocks of random tokens."""
 
@@ -106,8 +118,7 @@ class Network:
         self._queue: list[tuple[float, int, str, bytes, str]] = []
         self._buffered: list[tuple[str, bytes, str]] = []
         self._n = 0
-        # An owner that restarts with an incarnation it used before has more than one set at a version.
-        self._truth: dict[tuple[str, int, int], list[Keys]] = {}
+        self._lives: dict[str, list[Life]] = {}
         self._seen: dict[tuple[str, str], Sighting] = {}
 
     # --- nodes ---------------------------------------------------------------------------------------------
@@ -128,6 +139,7 @@ class Network:
         for i in range(endpoints):
             endpoint = node.add_endpoint(str(i), url=f"http://{name}:{i}", incarnation=incarnation, now=self.now)
             self.engines[endpoint] = Engine(node, endpoint, rng)
+            self._lives.setdefault(endpoint, []).append(Life())
         for other in list(self.nodes) if peers is None else peers:
             if other != name:
                 node.add_peer(other, other, self.now)
@@ -236,11 +248,12 @@ class Network:
                 continue
             self.overlook(name, endpoint)
             assert last is None or copy.held > last.held, f"{name}: {endpoint} from {last.held} to {copy.held}"
-            truth = self._truth.setdefault((endpoint, *copy.held), [])
             if copy.mine:
-                truth.append(copy.keys.keys)
+                life = self._lives[endpoint][-1]
+                life.incarnations.add(copy.incarnation)
+                life.sets[copy.keys.version] = copy.keys.keys
             elif copy.keys.version:
-                assert any(np.array_equal(copy.keys.keys, keys) for keys in truth), (
+                assert any(life.held(*copy.held, copy.keys.keys) for life in self._lives[endpoint]), (
                     f"{name}: {endpoint} at {copy.held} is not what its owner held then"
                 )
 

@@ -372,5 +372,10 @@ def test_item_outside_the_prompt_is_refused(start: int) -> None:
         with_items(("cat", start))
 
 
+def test_digest_of_an_item_is_pinned() -> None:
+    """It enters keys: changing it needs a new hash version."""
+    assert content_digest("cat", 5).hex() == "c2d95aaae16ef5910104335663cd4ed45bd0292eff1d77e3cd134bddbd9b1ff8"
+
+
 def test_ids_of_items_may_be_any_text() -> None:
     assert first_difference(with_items(("\ud800", 0)), with_items(("", 0))) == 1

