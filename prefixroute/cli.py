@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -130,6 +131,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"{name}: {_one_line(error)}", file=sys.stderr)
         return USAGE_ERROR
+    except BrokenPipeError:
+        # The reader, `head` say, has seen enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+try:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.exposition import generate_latest
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.registry import Collector
+except ModuleNotFoundError as error:
+    message = "prefixroute.metrics needs prometheus_client: pip install 'prefixroute[metrics]'"
+    raise ModuleNotFoundError(message, name=error.name) from error
 
 from .node import EndpointStats, Node, NodeStats
 

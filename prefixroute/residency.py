@@ -464,12 +464,15 @@ class Residency:
                 assert span.copies or span.kids is not None, "an unheld span without kids is dropped"
                 assert all(n > 0 for n in span.copies.values())
                 assert all(kid.parent is span for kid in span.each_kid())
+                assert span.parent is None or group.spans.get(span.parent.handle) is span.parent
                 live += bool(span.copies)
                 doubtful += bool(span.copies) and span.epoch < self._epoch
                 if span.root is not None and span.parent is not None:
                     assert span.parent.root == span.root and span.parent.end == span.start
                 if span.wants is not None:
                     assert span.wants not in group.spans and span in group.waiting[span.wants]
+            for wanted, waiting in group.waiting.items():
+                assert waiting and all(span.wants == wanted and group.spans[span.handle] is span for span in waiting)
         assert (live, doubtful) == (self._live, self._doubtful)
         for tree in self._trees:
             tree._check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -126,3 +127,10 @@ def test_real_engines_get_a_load_that_they_can_carry() -> None:
 def test_the_words_of_the_options_are_those_of_the_example() -> None:
     assert cli.DEMO_POLICIES == POLICIES
     assert set(cli.ENGINE_DEFAULTS) == set(LAUNCHERS)
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    stream = Path(__file__).parent / "data" / "vllm_events"
+    command = f"{shlex.quote(sys.executable)} -m prefixroute.cli replay {shlex.quote(str(stream))} | head -c 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "m", "")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+import sys
 
 import pytest
 from prometheus_client import Metric
@@ -153,3 +155,10 @@ def test_a_scrape_changes_nothing() -> None:
     before = a.stats(net.now)
     assert render(a, net.now) == render(a, net.now)
     assert a.stats(net.now) == before
+
+
+def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "prefixroute.metrics")
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'prefixroute\[metrics\]'"):
+        importlib.import_module("prefixroute.metrics")

@@ -351,6 +351,20 @@ def test_blocks_stored_below_one_whose_tokens_are_lost_match_when_it_comes_back(
     assert (residency.live(), len(residency.trees[0]), residency.counts.unknown_removals) == ([], 0, 0)
 
 
+def test_block_that_comes_back_alone_waits_for_the_parent_that_was_forgotten_with_it() -> None:
+    tokens = list(range(12))
+    residency = mirror(4, stored([1, 2], None, tokens[:8], 4), stored([3], 2, tokens[8:10], 2))
+    apply(residency, stored([11], None, tokens[:4], 4), BlocksRemoved((1, 2)))
+    apply(residency, stored([2], 1, tokens[4:8], 4))
+    assert depth(residency, tokens) == 1
+    apply(residency, stored([1], None, tokens[:4], 4))
+    assert depth(residency, tokens) == 2
+    apply(residency, BlocksRemoved((2, 3)), BlocksRemoved((11,)))
+    assert (depth(residency, tokens), residency.live_blocks) == (1, 1)
+    apply(residency, BlocksRemoved((1,)))
+    assert (residency.live_blocks, len(residency.trees[0]), residency.counts.unknown_removals) == (0, 0, 0)
+
+
 def test_items_count_whether_blocks_are_larger_or_smaller_and_wherever_they_are_cut() -> None:
     tokens = [7] * 12
     cat, dog = ContentSpan("cat", 5), ContentSpan("dog", 5)

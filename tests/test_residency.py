@@ -177,6 +177,12 @@ def test_rule_5_orphan_may_go_before_its_parent_comes() -> None:
     assert (depth(residency), residency.live_blocks) == (1, 1)
 
 
+@pytest.mark.parametrize("clear", [BlocksCleared(), BlocksCleared(None), StreamRestarted()], ids=str)
+def test_rule_5_cleared_orphan_does_not_come_back_with_its_parent(clear: EngineEvent) -> None:
+    residency = mirror(stored([2], 1, TOKENS[4:8]), clear, stored([1]))
+    assert (depth(residency), residency.live_blocks) == (1, 1)
+
+
 def test_rule_6_batch_is_applied_whole_and_in_order() -> None:
     residency = mirror(stored([1, 2]))
     residency.take_changes()

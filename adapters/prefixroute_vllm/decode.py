@@ -75,7 +75,8 @@ _TIERS: Final = {
 }
 
 _Fields = dict[object, object]
-_BAD_BYTES: Final = (msgspec.MsgspecError, RecursionError)
+_BAD_BYTES: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, TypeError)
+"""What msgspec raises for them; the last two before 0.23, for text that is none and for keys that cannot be hashed."""
 _UNDECODABLE: Final = object()
 _plain: Final = msgspec.msgpack.Decoder().decode
 _raw_items: Final = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
@@ -122,7 +123,7 @@ def _decode_apart(payload: bytes) -> list[object]:
         return [*head, events, *(_plain(item) for item in items[2:3])]
     except RecursionError as error:
         raise DecodeError("depth", "nested too deeply") from error
-    except msgspec.MsgspecError as error:
+    except _BAD_BYTES as error:
         raise DecodeError("malformed", str(error)) from error
 
 
