@@ -186,12 +186,12 @@ class TokenChain:
             if not self._first:
                 self._first = self._first_key()
             return self._first
-        if depth == 0:
-            return self.root
-        stride = (depth - 1) // STRIDE
         bounds = self._bounds
+        stride, rest = divmod(depth, STRIDE)
         while len(bounds) <= stride:
             bounds.append(self._hash(len(bounds) - 1, len(bounds) * STRIDE))
+        if not rest:
+            return bounds[stride]
         packed = self._packed
         if packed is None or self._extras:
             return self._hash(stride, depth)

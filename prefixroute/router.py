@@ -160,11 +160,10 @@ class Router:
         for standing in (*fleet.cheapest(remote & ~seen, 1), *fleet.cheapest(fleet.local & ~seen, MAX_LOCAL)):
             # Beyond the strata that were asked for, an endpoint may still hold a shorter prefix.
             depths[standing] = self.index.depth(chain, standing.bit) if len(strata) == DEEPEST else 0
-        weighed = [
-            (standing.weigh(depth, n, block, now), standing.bit & eligible) for standing, depth in depths.items()
-        ]
-        chosen_from = [candidate for candidate, is_eligible in weighed if is_eligible]
-        reserve = [candidate for candidate, is_eligible in weighed if not is_eligible]
+        chosen_from: list[Candidate] = []
+        reserve: list[Candidate] = []
+        for standing, depth in depths.items():
+            (chosen_from if standing.bit & eligible else reserve).append(standing.weigh(depth, n, block, now))
         if not chosen_from:
             chosen_from, reserve = reserve, []
         if not chosen_from and forwarded:
