@@ -212,10 +212,6 @@ class TokenChain:
         """Return block index -> digests of the content items that start in it."""
         return self._extras
 
-    def check_tokens(self) -> None:
-        """Raise `UsageError` for ids that cannot be packed; a miss at the first block would leave them unseen."""
-        _ = self.packed
-
     def _first_key(self) -> int:
         if self._packed is None:
             data = _pack_sequence(self._tokens[: self.spec.block_tokens])

@@ -31,7 +31,18 @@ SILENT_AFTER = 16
 class LocalEndpoint:
     """The owner's side of one endpoint. Methods return the node events to tell."""
 
-    __slots__ = ("_served_silently", "copy", "domain", "history", "keys", "push_back", "report", "residency", "unit")
+    __slots__ = (
+        "_served_silently",
+        "copy",
+        "domain",
+        "history",
+        "keys",
+        "push_back",
+        "rank",
+        "report",
+        "residency",
+        "unit",
+    )
 
     def __init__(self, copy: Copy, domain: Domain, push_back: PushBackSettings, credited: Sequence[str]) -> None:
         assert isinstance(copy.keys, OwnedSet)
@@ -42,6 +53,8 @@ class LocalEndpoint:
         self.push_back = PushBack(push_back)
         self.report = LoadReport()
         self.history: RoutingHistory | None = None
+        self.rank: int | None = None
+        """The data-parallel rank whose events come, once one came."""
         self.unit = 0
         """Greatest common divisor of the cached tokens that the engine reported: its hit unit, learnt."""
         self._served_silently = 0

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from .errors import UsageError
+
 Handle: TypeAlias = int | bytes
 """An engine's own opaque block hash. It never leaves the node."""
 
@@ -44,6 +46,10 @@ class Namespace:
 
     lora: str = ""
     salt: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora, str) or not isinstance(self.salt, str):
+            raise UsageError('a namespace is of texts: pass "" for no adapter or salt')
 
 
 DEFAULT_NAMESPACE = Namespace()
@@ -178,7 +184,9 @@ class PushBackChanged:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyChanged:
-    """A local endpoint's residency became ``partial``, ``exact`` or ``restarted``, and why."""
+    """A local endpoint's residency became ``partial``, ``exact`` or ``restarted``, its engine is ``silent``, or events
+    of another rank came to it (``mixed``); and why.
+    """
 
     endpoint: str
     state: str

@@ -25,7 +25,7 @@ from .decision import Decision, Explanation, Outcome
 from .domain import Domain
 from .endpoint import LocalEndpoint
 from .errors import UsageError
-from .events import DEFAULT_NAMESPACE, ContentSpan, EngineBatch, Namespace, NodeEvent, PeerChanged
+from .events import DEFAULT_NAMESPACE, ContentSpan, EngineBatch, Namespace, NodeEvent, PeerChanged, ResidencyChanged
 from .fleet import Standing
 from .gossip import Datagram, Gossip, GossipSettings
 from .load import LoadReport, PushBackSettings
@@ -211,8 +211,16 @@ class Node:
     # --- engine --------------------------------------------------------------------------------------------
 
     def apply(self, endpoint: str, batch: EngineBatch, now: float) -> None:
-        """Apply what the endpoint's engine did. Never raises for its content."""
+        """Apply what the endpoint's engine did. Never raises for its content.
+
+        An endpoint is one data-parallel rank: the first batch says which, and batches of another one are refused.
+        """
         local = self._local(endpoint)
+        if local.rank is None:
+            local.rank = batch.rank
+        elif local.rank != batch.rank:
+            self._refuse_rank(endpoint, local.rank, batch.rank)
+            return
         self._took(endpoint, *local.apply(batch))
         if local.residency.hit_unit not in (0, local.copy.advert.hit_unit):
             # The first event tells the engine's block; until then a match is rounded down to the canonical one.
@@ -329,6 +337,13 @@ class Node:
             uncached = flight.decision.prompt_tokens - outcome.cached_tokens
             standing.estimate.add(uncached, outcome.ttft_s, flight.queued)
         self._took(standing.name, *local.served(flight.chain, outcome.cached_tokens))
+
+    def _refuse_rank(self, endpoint: str, ours: int, theirs: int) -> None:
+        """Two caches in one mirror would be a lie about both: say so, the first time."""
+        self.counters["batches_of_another_rank"] += 1
+        if self.counters["batches_of_another_rank"] == 1:
+            reason = f"events of rank {theirs} came to the endpoint of rank {ours}: add an endpoint for each rank"
+            self._events.append(ResidencyChanged(endpoint, "mixed", reason))
 
     def _took(self, endpoint: str, changes: Changes, told: list[NodeEvent]) -> None:
         if changes.added or changes.removed:

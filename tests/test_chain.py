@@ -230,7 +230,7 @@ UNUSABLE: dict[str, tuple[Any, str]] = {
 def test_unusable_input_says_what_to_pass(name: str) -> None:
     tokens, said = UNUSABLE[name]
     with pytest.raises(UsageError, match=said):
-        TokenChain(SPEC, ROOT, tokens).check_tokens()
+        _ = TokenChain(SPEC, ROOT, tokens).packed
 
 
 @pytest.mark.parametrize("tokens", [[], (), range(0), array("I"), np.array([], dtype=np.int64)], ids=repr)
@@ -252,7 +252,7 @@ def test_first_key_packs_the_first_block_only() -> None:
     prompt = TokenChain(SPEC, ROOT, [1, 2, 3, 4, -1])
     assert prompt.key(1) == TokenChain(SPEC, ROOT, [1, 2, 3, 4]).key(1)
     with pytest.raises(UsageError):
-        prompt.check_tokens()
+        _ = prompt.packed
 
 
 def test_keys_cost_one_hash_of_at_most_a_stride_once_boundaries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from prefixroute import (
     PeerChanged,
     PushBackSettings,
     ReplicaChanged,
+    ResidencyChanged,
     StreamGap,
     UsageError,
 )
@@ -347,3 +348,24 @@ def test_the_first_event_tells_the_engines_block() -> None:
     assert known(node, "n0/0") is not None
     decision = node.route([*tokens[: 6 * BLOCK], 7], net.now)
     assert (decision.candidates[0].depth, decision.matched_tokens) == (6, 4 * BLOCK)
+
+
+def test_events_of_two_ranks_do_not_mix() -> None:
+    net = mesh(1)
+    node = net.nodes["n0"]
+    tokens = prompt(1, 8)[: 8 * BLOCK]
+    node.apply("n0/0", EngineBatch(stored(tokens[: 4 * BLOCK]).events, rank=1), net.now)
+    node.events()
+    for _ in range(3):
+        node.apply("n0/0", EngineBatch(stored(tokens).events, rank=0), net.now)
+    assert node.residency("n0/0").canonical_blocks == 4
+    assert node.counters["batches_of_another_rank"] == 3
+    (told,) = node.events()
+    assert isinstance(told, ResidencyChanged)
+    assert (told.state, "rank 0" in told.reason and "rank 1" in told.reason) == ("mixed", True)
+
+
+@pytest.mark.parametrize("wrong", [{"salt": None}, {"lora": 7}])
+def test_a_namespace_is_of_texts(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="texts"):
+        Namespace(**wrong)
