@@ -14,6 +14,7 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 
 from .chain import pack_tokens
+from .errors import UsageError
 from .events import DEFAULT_NAMESPACE, GPU, BlocksStored, ContentSpan, EngineBatch, Namespace
 from .fleet import Candidate
 from .load import PushBackState
@@ -48,7 +49,7 @@ class PolicyContract:
 
     def make_policy(self) -> Policy:
         """Return the policy under test, new."""
-        raise NotImplementedError
+        raise UsageError("a contract needs a policy: return yours from make_policy")
 
     def field(self, rng: random.Random) -> list[Candidate]:
         """Return one to eight candidates at random, with many ties; override it for a policy that needs others."""

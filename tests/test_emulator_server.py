@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from prefixroute.emulator import EmulatedEngine, EngineConfig, KvEventsConfig, Limits, ServiceModel, encode
 from prefixroute.emulator import server as server_module
@@ -210,11 +211,9 @@ def test_metrics_count_tokens_and_name_the_capacity_with_the_null_block() -> Non
 
 
 def test_metrics_are_read_by_the_prometheus_client() -> None:
-    parser = pytest.importorskip("prometheus_client.parser")
-
     async def test(engine: EmulatedEngine, client: httpx.AsyncClient) -> None:
         text = (await client.get("/metrics")).text
-        names = {sample.name for family in parser.text_string_to_metric_families(text) for sample in family.samples}
+        names = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
         assert {"vllm:num_requests_running", "vllm:prefix_cache_hits_total", "vllm:cache_config_info"} <= names
 
     with_engine(test)
