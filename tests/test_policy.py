@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from prefixroute import POLICIES, Candidate, Choice, GreedyCost, LeastLoad, LongestMatch, NoRouting, Policy
+from prefixroute import POLICIES, Candidate, Choice, GreedyCost, LeastLoad, LongestMatch, NoRouting, Policy, UsageError
 from prefixroute.testing import PolicyContract, candidate
 
 SEEDS = range(200)
@@ -97,7 +97,7 @@ def test_the_contract_finds_a_broken_policy(policy: type[Policy], check: str) ->
 
 
 def test_a_contract_without_a_policy_says_so() -> None:
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(UsageError):
         PolicyContract().test_says_why()
 
 
