@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a routing decision costs: all of `Node.route`, booking included, and beside it `Node.report`.
 
-    python benchmarks/route.py [--endpoints 4,64] [--blocks 64,512,4096] [--json FILE]
+    python benchmarks/route.py [--endpoints 4,64] [--blocks 64,512,4096] [--json [FILE]]
 
 Rows: prompts as a list, as a packed numpy buffer, and as a chain prepared beforehand. *hit*: one endpoint holds the
 whole prompt and half of them its first eighth; *half*: the prompt forks half way from what is held; *miss*: nobody
@@ -142,7 +142,13 @@ def main() -> int:
     parser.add_argument("--endpoints", default="4,64", help="fleet sizes (4,64)")
     parser.add_argument("--blocks", default="64,512,4096", help="prompt lengths in blocks of 16 tokens (64,512,4096)")
     parser.add_argument("--repeat", type=int, default=15, help="repetitions (15)")
-    parser.add_argument("--json", metavar="FILE", help='write the rows as JSON ("-": standard output, no table)')
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the rows as JSON (no FILE: standard output, no table)",
+    )
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     quiet = options.json == "-"

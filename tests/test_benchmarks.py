@@ -11,7 +11,7 @@ ROUTE = Path(__file__).parent.parent / "benchmarks" / "route.py"
 
 
 def test_route_writes_a_row_for_each_case_and_form() -> None:
-    arguments = ["--endpoints", "3", "--blocks", "40", "--repeat", "1", "--json", "-"]
+    arguments = ["--endpoints", "3", "--blocks", "40", "--repeat", "1", "--json"]
     done = subprocess.run([sys.executable, str(ROUTE), *arguments], capture_output=True, text=True, check=True)
     rows = json.loads(done.stdout)["rows"]
     assert [(row["case"], row["form"]) for row in rows] == [
