@@ -16,6 +16,7 @@ from prefixroute_lan4.config import (
     DomainConfig,
     EngineConfig,
     PeerConfig,
+    PushBackConfig,
     SidecarConfig,
     dump_config,
     load_config,
@@ -48,6 +49,16 @@ def test_the_documented_configurations_are_accepted() -> None:
     configs = [msgspec.json.decode(example, type=SidecarConfig) for example in examples]
     assert [config.public_url for config in configs] == ["http://127.0.0.1:9001", "http://10.0.0.1:9000"]
     assert [len(config.peers) for config in configs] == [1, 3]
+
+
+def test_push_back_reaches_the_node_and_is_checked_with_the_file(tmp_path: Path) -> None:
+    config = small_config(push_back=PushBackConfig(enter_s=20, leave_s=10))
+    dump_config(config, tmp_path / "c.json")
+    node = sidecar.Sidecar(load_config(tmp_path / "c.json")).node
+    assert (node.settings.push_back.enter_s, node.settings.push_back.leave_s) == (20, 10)
+    (tmp_path / "c.json").write_text((tmp_path / "c.json").read_text().replace("20", "5"))
+    with pytest.raises(UsageError, match="leave_s < enter_s"):
+        load_config(tmp_path / "c.json")
 
 
 def test_every_word_for_a_policy_makes_one() -> None:

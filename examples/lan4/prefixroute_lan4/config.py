@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from prefixroute import Domain, policy
+from prefixroute import Domain, PushBackSettings, policy
 from prefixroute.errors import UsageError
 from prefixroute.policy import Policy
 
@@ -80,6 +80,23 @@ class TimeoutConfig(_Strict, frozen=True, kw_only=True):
     whole_s: float = 300.0
 
 
+class PushBackConfig(_Strict, frozen=True, kw_only=True):
+    """When this node asks others to spare it: seconds of queued prefill at which that begins, and ends.
+
+    About the wait that is too long here. On slow engines the default is only a few prompts.
+    """
+
+    enter_s: float = 4.0
+    leave_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        self.settings()
+
+    def settings(self) -> PushBackSettings:
+        """As the node wants it; UsageError, a ValueError, for an order that makes no sense."""
+        return PushBackSettings(self.enter_s, self.leave_s)
+
+
 class SidecarConfig(_Strict, frozen=True, kw_only=True):
     """One node: its name, where it listens, its peers and its engine.
 
@@ -95,6 +112,7 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
     policy: str = "default"
     url: str = ""
     timeouts: TimeoutConfig = TimeoutConfig()
+    push_back: PushBackConfig = PushBackConfig()
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

@@ -41,7 +41,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from prefixroute import Decision, LoadReport, Node, metrics
+from prefixroute import Decision, LoadReport, Node, NodeSettings, metrics
 from prefixroute.aio import Driver
 from prefixroute.errors import UsageError
 from prefixroute.events import EngineBatch, NodeEvent
@@ -74,7 +74,12 @@ class Sidecar:
         self.config = config
         now = time.monotonic()
         self.node = Node(
-            config.node, config.prefix_domain, rng=random.Random(), now=now, policy=make_policy(config.policy)
+            config.node,
+            config.prefix_domain,
+            rng=random.Random(),
+            now=now,
+            settings=NodeSettings(push_back=config.push_back.settings()),
+            policy=make_policy(config.policy),
         )
         self.endpoint = self.node.add_endpoint(_RANK, url=config.public_url, incarnation=time.time_ns(), now=now)
         # Said before the first probe answers: until then peers would take the library's default for this speed.
