@@ -201,7 +201,7 @@ class TokenChain:
 
     def wire(self, depth: int) -> int:
         """Return the wire key of the first `depth` blocks."""
-        return self.key(depth) >> 16
+        return wire_key(self.key(depth))
 
     def block(self, index: int) -> bytes:
         """Return what block `index` (from 0) contributes to the chain: its tokens, then its items' digests."""

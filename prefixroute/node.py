@@ -19,13 +19,23 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .chain import ChainSpec, TokenChain
+from .chain import ChainSpec, TokenChain, wire_key
 from .copies import Copy, Peer
 from .decision import Decision, Explanation, Outcome
 from .domain import Domain
 from .endpoint import LocalEndpoint
 from .errors import UsageError
-from .events import DEFAULT_NAMESPACE, ContentSpan, EngineBatch, Namespace, NodeEvent, PeerChanged, ResidencyChanged
+from .events import (
+    DEFAULT_NAMESPACE,
+    ContentSpan,
+    EngineBatch,
+    Namespace,
+    NodeEvent,
+    PeerChanged,
+    ResidencyChanged,
+    StreamGap,
+    StreamRestarted,
+)
 from .fleet import Standing
 from .gossip import Datagram, Gossip, GossipSettings
 from .load import LoadReport, PushBackSettings
@@ -216,11 +226,13 @@ class Node:
         An endpoint is one data-parallel rank: the first batch says which, and batches of another one are refused.
         """
         local = self._local(endpoint)
-        if local.rank is None:
-            local.rank = batch.rank
-        elif local.rank != batch.rank:
-            self._refuse_rank(endpoint, local.rank, batch.rank)
-            return
+        if not all(isinstance(event, (StreamGap, StreamRestarted)) for event in batch.events):
+            # Only the engine's own events tell a rank: a follower may mark its stream before it knows one.
+            if local.rank is None:
+                local.rank = batch.rank
+            elif local.rank != batch.rank:
+                self._refuse_rank(endpoint, local.rank, batch.rank)
+                return
         self._took(endpoint, *local.apply(batch))
         if local.residency.hit_unit not in (0, local.copy.advert.hit_unit):
             # The first event tells the engine's block; until then a match is rounded down to the canonical one.
@@ -273,7 +285,7 @@ class Node:
         """
         if not isinstance(prompt, TokenChain):
             prompt = self.chain(prompt, namespace=namespace, contents=contents)
-        elif namespace is not DEFAULT_NAMESPACE or contents:
+        elif namespace not in (DEFAULT_NAMESPACE, prompt.namespace) or contents:
             raise UsageError("a prepared chain has its namespace and contents: give them to chain(), not to route()")
         elif prompt.spec != self._spec:
             raise UsageError("this chain was prepared by a node of another domain")
@@ -396,7 +408,7 @@ class Node:
             if copy.mine:
                 residency = self._locals[endpoint].residency
                 residency._check()
-                expected[endpoint] = {key >> 16 for key in residency.keys()}  # noqa: SIM118
+                expected[endpoint] = {wire_key(key) for key in residency.keys()}  # noqa: SIM118
             else:
                 expected[endpoint] = set(copy.keys.tolist())
         self._index._check(expected)

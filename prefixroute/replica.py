@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .chain import wire_key
 from .digest import Keys, checksum
 from .tree import Changes
 
@@ -255,7 +256,7 @@ class OwnedSet(WriterSet):
         """Take 64-bit keys that came and went; return the wire keys that did. O(changes log n)."""
         noted = Changes(set(), set())
         for key in lost:
-            wire = key >> 16
+            wire = wire_key(key)
             repeats = self._repeats.get(wire, 0)
             if repeats:
                 self._repeats[wire] = repeats - 1
@@ -264,7 +265,7 @@ class OwnedSet(WriterSet):
             else:
                 noted.lose(wire)
                 self._pending.lose(wire)
-        wires = [key >> 16 for key in gained]
+        wires = [wire_key(key) for key in gained]
         published = self.holds(np.array(wires, np.uint64)).tolist()
         for wire, is_published in zip(wires, published, strict=True):
             if wire in self._pending.added or (is_published and wire not in self._pending.removed):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from prefixroute_vllm import Sequencer
 from routing import BLOCK, DOMAIN, SETTINGS, known, mesh, new, pair, prompt
 
 from prefixroute import (
@@ -369,3 +370,26 @@ def test_events_of_two_ranks_do_not_mix() -> None:
 def test_a_namespace_is_of_texts(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="texts"):
         Namespace(**wrong)
+
+
+def test_what_a_stream_says_before_its_first_batch_does_not_fix_the_rank() -> None:
+    """A truncated history is told as a gap before the rank is known (rank 0 until then)."""
+    net = mesh(1)
+    node = net.nodes["n0"]
+    tokens = prompt(1, 4)[: 4 * BLOCK]
+    late = EngineBatch(stored(tokens).events, rank=1, ts=1.0)
+    for action in Sequencer(replay=False).receive_live(7, late, net.now):
+        assert isinstance(action, EngineBatch)
+        node.apply("n0/0", action, net.now)
+    residency = node.residency("n0/0")
+    assert (residency.canonical_blocks, residency.partial, residency.counts.gaps) == (4, True, 1)
+    assert node.counters["batches_of_another_rank"] == 0
+
+
+def test_a_namespace_given_again_beside_its_chain_is_no_contradiction() -> None:
+    node = mesh(1).nodes["n0"]
+    salted = node.chain(prompt(1, 4), namespace=Namespace(salt="x"))
+    assert node.route(salted, 0.0, namespace=Namespace(salt="x")).local
+    assert node.route(node.chain(prompt(1, 4)), 0.0, namespace=Namespace()).local
+    with pytest.raises(UsageError, match="give them to chain"):
+        node.route(salted, 0.0, namespace=Namespace(salt="y"))
