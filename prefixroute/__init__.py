@@ -30,7 +30,7 @@ from .events import (
 from .fleet import Candidate
 from .gossip import Datagram
 from .load import LoadReport, PushBackSettings, PushBackState
-from .node import EndpointStats, Node, NodeSettings, NodeStats
+from .node import Digest, EndpointStats, Node, NodeSettings, NodeStats
 from .policy import POLICIES, Choice, GreedyCost, LeastLoad, LongestMatch, NoRouting, Policy
 from .residency import Residency
 
@@ -48,6 +48,7 @@ __all__ = [
     "DatagramRejected",
     "Decision",
     "DecodeError",
+    "Digest",
     "Domain",
     "DomainMismatch",
     "EndpointStats",

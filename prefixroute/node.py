@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from .chain import ChainSpec, TokenChain, wire_key
 from .copies import Copy, Peer
 from .decision import Decision, Explanation, Outcome
+from .digest import Keys
 from .domain import Domain
 from .endpoint import LocalEndpoint
 from .errors import UsageError
@@ -77,6 +78,18 @@ class EndpointStats(NamedTuple):
     wait_s: float
     push_back: str
     usable: bool
+
+
+class Digest(NamedTuple):
+    """What a node holds of one endpoint's published set: the wire keys at (incarnation, version), for inspection.
+
+    Version 0 is nothing yet. `every` is the anchor stride: 1 when each block is published. Leave `keys` as they are.
+    """
+
+    incarnation: int
+    version: int
+    every: int
+    keys: Keys
 
 
 class NodeStats(NamedTuple):
@@ -311,6 +324,11 @@ class Node:
         """Return an endpoint's service address, "" if it is not known."""
         copy = self._gossip.copies.get(endpoint)
         return copy.url if copy is not None else ""
+
+    def digests(self) -> dict[str, Digest]:
+        """Return what this node holds of every endpoint, its own included, as it was published. O(endpoints)."""
+        copies = self._gossip.copies.values()
+        return {c.endpoint: Digest(c.incarnation, c.keys.version, 1, c.keys.keys) for c in copies}
 
     def stats(self, now: float) -> NodeStats:
         """Return the node's view of everything it knows. O(endpoints)."""
