@@ -18,6 +18,7 @@ from typing import NamedTuple, NoReturn
 
 from . import __version__, replay
 from .errors import UsageError
+from .sim import replication
 
 USAGE_ERROR = 2
 
@@ -104,6 +105,12 @@ COMMANDS = (
         "apply a recorded engine event stream and print what the engine holds at its end",
         replay.add_options,
         replay.run,
+    ),
+    Command(
+        "simulate",
+        "run random schedules of faults over real nodes in virtual time and check every rule of replication",
+        replication.add_options,
+        replication.run_options,
     ),
 )
 

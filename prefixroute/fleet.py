@@ -102,8 +102,8 @@ class Standing:
     def refresh(self, now: float) -> None:
         """Read the freshest report: rate, fixed time, queue, push-back, confidence, round trip. O(1)."""
         copy, advert = self.copy, self.copy.advert
-        report, self._reported_at = advert.report, copy.heard_at
-        if self.reply is not None and self.reply[1] >= copy.heard_at:
+        report, self._reported_at = advert.report, copy.load_at
+        if self.reply is not None and self.reply[1] >= copy.load_at:
             report, self._reported_at = self.reply
         if self.local:
             report = learnt(report, self.estimate)

@@ -6,7 +6,12 @@ Rules:
 2. A search answers in strata [(depth, mask)], deepest first: the endpoints in `mask` hold exactly `depth` blocks.
 3. Keys can collide (2.3e-8 a probe at 64 endpoints x 100k keys) and a copy can be cut short: a landing is checked on
    the two blocks above it, which brings a bisect back to the accuracy of a walk.
-4. Removing an endpoint costs its own keys only. An endpoint's bit is reused after it is removed.
+4. An endpoint with an anchor stride above 1 is *coarse*: it publishes some of its blocks (`tree`, rule 5), and its
+   depth is that of the deepest anchor on the prompt's path. Only depth 1 and multiples of its stride are closed.
+5. A coarse landing is not checked. The blocks right above it are not published as a rule; a copy that is cut short can
+   only under-estimate, since a held key proves all of its prefix; and as the stride ends above are walked one by one, a
+   collision adds little more than a stride, which at its rarity is not worth a probe.
+6. Removing an endpoint costs its own keys only. An endpoint's bit is reused after it is removed.
 
 Memory: 96 bytes a distinct key while masks are shared, 194 at most with 1,024 endpoints.
 """
@@ -16,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from .anchors import ANCHOR_STRIDES
 from .chain import STRIDE, TokenChain
 from .errors import UsageError
 
@@ -33,13 +39,17 @@ class Stratum(NamedTuple):
 class MergedIndex:
     """Longest-prefix search over every endpoint's key set at once."""
 
-    __slots__ = ("_bits", "_free", "_masks", "_names")
+    __slots__ = ("_bits", "_coarse", "_free", "_masks", "_names", "_strides")
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}
         self._bits: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._free: list[int] = []
+        self._coarse = 0
+        """Endpoints with a stride above 1."""
+        self._strides: list[tuple[int, int]] = []
+        """(stride, its endpoints) for the strides above 1 that are in use, widest first."""
 
     def __len__(self) -> int:
         """Number of distinct keys."""
@@ -67,6 +77,7 @@ class MergedIndex:
     def leave(self, endpoint: str, keys: Iterable[int]) -> None:
         """Take an endpoint out; `keys` are all the wire keys it was given. 1 us a key."""
         self.update(endpoint, (), keys)
+        self.set_stride(endpoint, 1)
         bit = self._bits.pop(endpoint)
         del self._names[bit]
         self._free.append(bit)
@@ -87,17 +98,35 @@ class MergedIndex:
             # An unshared mask is the endpoint's own int object: nothing is allocated for it.
             masks[key] = bit if mask is None else mask | bit
 
+    def set_stride(self, endpoint: str, every: int) -> None:
+        """Say which anchor stride an endpoint's keys have; 1, as after `join`, is every block.
+
+        Set it with the keys that have it: keys of a finer stride are found as well, those of a coarser one
+        under-estimated. Raises `UsageError` for a stride that does not divide 32.
+        """
+        if every not in ANCHOR_STRIDES:
+            raise UsageError(f"an anchor stride is one of {ANCHOR_STRIDES}, not {every!r}")
+        bit = self._bits[endpoint]
+        masks = {stride: mask & ~bit for stride, mask in self._strides}
+        if every > 1:
+            masks[every] = masks.get(every, 0) | bit
+        self._strides = sorted(((stride, mask) for stride, mask in masks.items() if mask), reverse=True)
+        self._coarse = self._coarse | bit if every > 1 else self._coarse & ~bit
+
     def search(self, chain: TokenChain, keep: int = DEEPEST, within: int = -1) -> list[Stratum]:
         """Return the deepest `keep` strata of a prompt among the endpoints `within`, without the holders of nothing.
 
         A prompt whose first block nobody holds costs one hash and one look-up. Otherwise O(depth / 32) hashes, and
-        log2(32) more for each distinct depth that is returned. Deepest first.
+        log2(32) more for each distinct depth that is returned, or up to 31 among coarse endpoints. Deepest first.
         """
         if not chain.depth:
             return []
         first = self._masks.get(chain.key(1) >> 16, 0) & within
         if not first:
             return []
+        coarse = first & self._coarse
+        if coarse:
+            return self._search_coarse(chain, first, coarse, keep)
         brackets = self._gallop(chain, first)
         strata: list[Stratum] = []
         sure_depths = 0
@@ -123,7 +152,9 @@ class MergedIndex:
         return strata[:keep]
 
     def depth(self, chain: TokenChain, bit: int) -> int:
-        """Return how many leading blocks of a prompt one endpoint holds. log2(depth) look-ups."""
+        """Return how many leading blocks of a prompt one endpoint holds. log2(depth) look-ups, 31 more if coarse."""
+        if bit & self._coarse:
+            return self._depth_coarse(chain, bit)
         lower, upper = 0, chain.depth + 1
         while upper - lower > 1:
             middle = (lower + upper) // 2
@@ -132,6 +163,78 @@ class MergedIndex:
             else:
                 upper = middle
         return lower
+
+    # --- coarse endpoints ----------------------------------------------------------------------------------
+
+    def _search_coarse(self, chain: TokenChain, first: int, coarse: int, keep: int) -> list[Stratum]:
+        """The deepest strata of `first`, of which `coarse` are coarse."""
+        strata = self._gallop_coarse(chain, coarse, keep)
+        if first != coarse:
+            for stratum in self.search(chain, keep, first ^ coarse):
+                _add(strata, stratum.depth, stratum.mask)
+            strata.sort(key=lambda stratum: -stratum.depth)
+        return strata[:keep]
+
+    def _gallop_coarse(self, chain: TokenChain, holders: int, keep: int) -> list[Stratum]:
+        """The deepest strata of coarse endpoints that hold the first block: walk stride ends, bisect, try the ends."""
+        masks = self._masks
+        brackets: list[tuple[int, int, int, int]] = []
+        lower = 0
+        while holders:
+            upper = lower + STRIDE
+            # Past the prompt's end nobody holds anything; its own last depth proves nothing to those without it.
+            below = holders & masks.get(chain.key(upper) >> 16, 0) if upper <= chain.depth else 0
+            if below != holders:
+                brackets.append((lower, holders, upper, below))
+            lower, holders = upper, below
+        strata: list[Stratum] = []
+        while brackets and len(strata) < keep:
+            lower, above, upper, below = brackets.pop()
+            landed = above & ~below
+            every = self._widest(landed)
+            if upper - lower == every:
+                self._try_ends(chain, lower, landed, every, strata)
+                continue
+            middle = (lower + upper) // (2 * every) * every
+            mask = below if middle > chain.depth else (above & masks.get(chain.key(middle) >> 16, 0)) | below
+            if mask != above:
+                brackets.append((lower, above, middle, mask))
+            if mask != below:
+                brackets.append((middle, mask, upper, below))
+        return strata
+
+    def _try_ends(self, chain: TokenChain, lower: int, landed: int, every: int, strata: list[Stratum]) -> None:
+        """Add what those hold that landed at `lower`, a multiple of `every`: their deepest anchor before the next."""
+        for depth in range(min(lower + every - 1, chain.depth), lower, -1):
+            found = landed & self._masks.get(chain.key(depth) >> 16, 0)
+            if found:
+                strata.append(Stratum(depth, found))
+                landed ^= found
+                if not landed:
+                    return
+        strata.append(Stratum(lower, landed))
+
+    def _depth_coarse(self, chain: TokenChain, bit: int) -> int:
+        masks = self._masks
+        if not chain.depth or not masks.get(chain.key(1) >> 16, 0) & bit:
+            return 0
+        every = self._widest(bit)
+        lower, upper = 0, chain.depth // every + 1
+        while upper - lower > 1:
+            middle = (lower + upper) // 2
+            if masks.get(chain.key(middle * every) >> 16, 0) & bit:
+                lower = middle
+            else:
+                upper = middle
+        strata: list[Stratum] = []
+        self._try_ends(chain, lower * every, bit, every, strata)
+        return strata[0].depth
+
+    def _widest(self, mask: int) -> int:
+        """The widest stride among coarse endpoints."""
+        return next(every for every, endpoints in self._strides if endpoints & mask)
+
+    # --- exact endpoints -----------------------------------------------------------------------------------
 
     def _gallop(self, chain: TokenChain, first: int) -> list[tuple[int, int, int, int]]:
         """Brackets (depth, its holders, deeper depth, its holders) in which holders drop out, deepest last."""

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .chain import ChainSpec, TokenChain, wire_key
-from .copies import Copy, Peer
+from .codec import Keys
+from .copies import Copy, owner_of
 from .decision import Decision, Explanation, Outcome
-from .digest import Keys
 from .domain import Domain
 from .endpoint import LocalEndpoint
 from .errors import UsageError
@@ -32,17 +32,17 @@ from .events import (
     EngineBatch,
     Namespace,
     NodeEvent,
-    PeerChanged,
     ResidencyChanged,
     StreamGap,
     StreamRestarted,
 )
 from .fleet import Standing
-from .gossip import Datagram, Gossip, GossipSettings
+from .gossip import Datagram, Gossip
 from .load import LoadReport, PushBackSettings
 from .policy import GreedyCost, Policy
 from .residency import Residency
 from .router import Flight, Router
+from .tempo import GossipSettings
 from .tree import Changes
 
 MAX_EVENTS = 1024
@@ -167,35 +167,37 @@ class Node:
             raise UsageError("incarnation must be an int in 1 .. 2**63 - 1; time.time_ns() will do")
         if len(url.encode()) > 256 or len(endpoint.encode()) > 80:
             raise UsageError("an endpoint's url has at most 256 bytes and its id at most 80")
-        copy = Copy(endpoint, True, incarnation, now, url)
+        copy = self._gossip.members.join(endpoint, incarnation, url, now)
         self._locals[endpoint] = LocalEndpoint(copy, self.domain, self.settings.push_back, credited)
-        self._gossip.copies[endpoint] = copy
         self._join(copy, now)
         return endpoint
+
+    def remove_endpoint(self, endpoint: str, now: float) -> None:
+        """Own an endpoint no longer: no work goes there any more, and peers hear that it has left. O(its keys)."""
+        local = self._local(endpoint)
+        keys = {wire_key(key) for key in local.residency.keys()}  # noqa: SIM118
+        self._gossip.members.leave(endpoint, now)
+        del self._locals[endpoint]
+        self._fleet.drop(endpoint)
+        self._index.leave(endpoint, keys)
+
+    def leave(self, now: float) -> None:
+        """Remove all endpoints and tell every peer at once; send what `datagrams_to_send` then returns, and stop."""
+        for endpoint in list(self._locals):
+            self.remove_endpoint(endpoint, now)
+        self._gossip.farewell(now)
 
     def add_peer(self, node: str, address: Hashable, now: float) -> None:
         """Gossip with another node at `address`, which is the transport's own and opaque here."""
         if node == self.node:
             raise UsageError("a node is no peer of itself")
-        peer = self._gossip.peers.get(_name(node))
-        if peer is not None:
-            peer.address = address
-            return
-        self._gossip.peers[node] = Peer(node, address, now)
-        self._gossip.removed.pop(node, None)
-        for standing in self._fleet.standings.values():
-            if _owner(standing.name) == node:
-                standing.peer = self._gossip.peers[node]
+        self._gossip.members.add_peer(_name(node), address, now)
+        self._follow_copies(now)
 
     def remove_peer(self, node: str, now: float) -> None:
         """Stop gossiping with a node and forget its endpoints, whoever still speaks of them. O(its keys)."""
-        if self._gossip.peers.pop(node, None) is None:
-            return
-        for endpoint in [name for name in self._gossip.copies if _owner(name) == node]:
-            self._gossip.forget(endpoint, "removed")
-        self._gossip.removed[node] = None
-        self._follow_copies(now)
-        self._events.append(PeerChanged(node, "removed"))
+        if self._gossip.members.remove_peer(node):
+            self._follow_copies(now)
 
     # --- transport -----------------------------------------------------------------------------------------
 
@@ -211,16 +213,16 @@ class Node:
 
     def next_timer(self) -> float:
         """Return the clock reading at which `handle_timer` wants to be called."""
-        return self._gossip.next_round_at
+        return self._gossip.tempo.next_at
 
     def handle_timer(self, now: float) -> None:
         """Do what is due: advertise, sweep, gossip. O(endpoints)."""
         self._now = now
-        if now < self._gossip.next_round_at:
+        if now < self._gossip.tempo.next_at:
             return
         for endpoint in self._locals:
             self._advertise(endpoint, now)
-        self._gossip.round(now)
+        self._gossip.exchange(now)
         self._follow_copies(now)
         self._fleet.refresh_all(now)
         self._router.expire(now)
@@ -247,6 +249,7 @@ class Node:
                 self._refuse_rank(endpoint, local.rank, batch.rank)
                 return
         self._took(endpoint, *local.apply(batch))
+        self._gossip.tempo.stir(now)
         if local.residency.hit_unit not in (0, local.copy.advert.hit_unit):
             # The first event tells the engine's block; until then a match is rounded down to the canonical one.
             self._advertise(endpoint, now)
@@ -328,7 +331,7 @@ class Node:
     def digests(self) -> dict[str, Digest]:
         """Return what this node holds of every endpoint, its own included, as it was published. O(endpoints)."""
         copies = self._gossip.copies.values()
-        return {c.endpoint: Digest(c.incarnation, c.keys.version, 1, c.keys.keys) for c in copies}
+        return {c.endpoint: Digest(c.incarnation, c.keys.version, c.keys.every, c.keys.keys) for c in copies}
 
     def stats(self, now: float) -> NodeStats:
         """Return the node's view of everything it knows. O(endpoints)."""
@@ -392,7 +395,7 @@ class Node:
 
     def _join(self, copy: Copy, now: float) -> None:
         self._index.join(copy.endpoint)
-        peer = self._gossip.peers.get(_owner(copy.endpoint))
+        peer = self._gossip.peers.get(owner_of(copy.endpoint))
         self._fleet.add(Standing(copy, peer, self._index.bit(copy.endpoint), now), now)
 
     def _follow_copies(self, now: float) -> None:
@@ -405,10 +408,12 @@ class Node:
             copy = copies.get(endpoint)
             if copy is None:
                 continue
-            if endpoint not in self._fleet.standings:
+            standing = self._fleet.standings.get(endpoint)
+            if standing is None:
                 self._join(copy, now)
             else:
-                self._fleet.refresh(self._fleet.standings[endpoint], now)
+                standing.peer = self._gossip.peers.get(owner_of(endpoint))
+                self._fleet.refresh(standing, now)
 
     def _local(self, endpoint: str) -> LocalEndpoint:
         try:
@@ -437,8 +442,3 @@ def _name(text: str) -> str:
     if not isinstance(text, str) or not 0 < len(text) <= 40 or "/" in text:
         raise UsageError(f"a name has 1 to 40 characters and no slash, not {text!r}")
     return text
-
-
-def _owner(endpoint: str) -> str:
-    """The node that an endpoint belongs to."""
-    return endpoint.partition("/")[0]

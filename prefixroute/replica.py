@@ -25,18 +25,27 @@ from collections import deque
 from collections.abc import Iterable
 from enum import Enum
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .chain import wire_key
-from .digest import Keys, checksum
+from .codec import Keys
+from .digest import checksum
 from .tree import Changes
 
 LOG_BYTES = 256 * 1024
 """Bound of a set's log of changes: about 16,000 changed keys, a minute of 250 blocks a second."""
 
+STEP_BYTES = 256
+"""What a step of the log costs beside its keys: two array headers, a tuple and its numbers."""
+
+MAX_CHANGES = 8
+"""Net changes that a set keeps for its receivers: most are one or two versions behind."""
+
 NO_KEYS: Keys = np.empty(0, np.uint64)
+Ranks: TypeAlias = NDArray[np.int64]
 
 
 class Life(Enum):
@@ -105,14 +114,38 @@ def judge(held: tuple[int, int], incarnation: int, since: int, version: int) -> 
     return TABLE[Life.SAME, reach, snapshot]
 
 
+class Base(NamedTuple):
+    """The set that a change starts from, told as a later one and the net change between: ranks in it cost no copy."""
+
+    keys: Keys
+    added: Keys
+    removed: Keys
+
+    def ranks(self, keys: Keys) -> Ranks:
+        """Return for each of `keys` how many keys of the set are below it. O(len(keys) log n)."""
+        ranks: Ranks = (
+            np.searchsorted(self.keys, keys) - np.searchsorted(self.added, keys) + np.searchsorted(self.removed, keys)
+        )
+        return ranks
+
+    def __len__(self) -> int:
+        return len(self.keys) - len(self.added) + len(self.removed)
+
+
 class Change(NamedTuple):
-    """The net difference of a set between two versions, and the checksum at the later one."""
+    """The net difference of a set between two versions; checksum and anchor stride are those at the later one.
+
+    `base` tells the set at the earlier one, where keys are removed; `codes` keeps what the whole change was coded to.
+    """
 
     since: int
     version: int
     added: Keys
     removed: Keys
     checksum: int
+    every: int = 1
+    base: Base | None = None
+    codes: list[tuple[bytes, bytes]] | None = None
 
 
 class _Step(NamedTuple):
@@ -121,27 +154,32 @@ class _Step(NamedTuple):
     added: Keys
     removed: Keys
     checksum: int
+    every: int
 
     @property
     def nbytes(self) -> int:
-        return 64 + self.added.nbytes + self.removed.nbytes
+        return STEP_BYTES + self.added.nbytes + self.removed.nbytes
 
 
 class WriterSet:
     """A sorted set of wire keys at one version, with the log of how it came there.
 
-    Arrays are replaced, never written, so a frozen snapshot is a reference.
+    Arrays are replaced, never written, so a frozen snapshot is a reference. Memory: 8 bytes a key, as much again while
+    an older state is frozen for a transfer, and `LOG_BYTES` for the log.
     """
 
-    __slots__ = ("_checksum", "_frozen", "_log", "_log_bytes", "keys", "version")
+    __slots__ = ("_changes", "_checksum", "_frozen", "_log", "_log_bytes", "every", "keys", "version")
 
     def __init__(self) -> None:
         self.keys: Keys = NO_KEYS
         self.version = 0
+        self.every = 1
+        """The anchor stride at which the owner published the keys."""
         self._checksum = 0
         self._log: deque[_Step] = deque()
         self._log_bytes = 0
         self._frozen: Change | None = None
+        self._changes: dict[tuple[int, int], Change | None] = {}
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -156,7 +194,7 @@ class WriterSet:
         """Checksum of the keys, kept up to date in O(change)."""
         return self._checksum
 
-    def advance(self, version: int, added: Keys, removed: Keys) -> None:
+    def advance(self, version: int, added: Keys, removed: Keys, every: int = 1) -> None:
         """Apply a net change that leads to `version`. O(n) copied bytes."""
         keys = self.keys
         if len(removed):
@@ -165,8 +203,9 @@ class WriterSet:
         if len(added):
             keys = np.insert(keys, np.searchsorted(keys, added), added)
         self._checksum = (self._checksum + checksum(added) - checksum(removed)) % 2**64
-        step = _Step(self.version, version, added, removed, self._checksum)
-        self.keys, self.version = keys, version
+        step = _Step(self.version, version, added, removed, self._checksum, every)
+        self.keys, self.version, self.every = keys, version, every
+        self._changes.clear()
         self._log.append(step)
         self._log_bytes += step.nbytes
         while self._log_bytes > LOG_BYTES:
@@ -184,32 +223,40 @@ class WriterSet:
         found[inside] = self.keys[at[inside]] == keys[inside]
         return found
 
-    def replace(self, version: int, keys: Keys) -> None:
+    def replace(self, version: int, keys: Keys, every: int = 1) -> None:
         """Become `keys` at `version`, with an empty log."""
-        self.keys, self.version, self._checksum = keys, version, checksum(keys)
+        self.keys, self.version, self.every, self._checksum = keys, version, every, checksum(keys)
         self._log.clear()
+        self._changes.clear()
         self._log_bytes = 0
         self._frozen = None
 
     def change(self, since: int, until: int) -> Change | None:
-        """Return the net change from version `since` to `until`, or None if the log does not reach. O(changes)."""
-        added: set[int] = set()
-        removed: set[int] = set()
-        at = since
-        last = None
-        for step in self._log:
-            if step.since < since:
-                continue
-            if step.since != at or step.version > until:
-                break
-            for key in step.removed.tolist():
-                added.remove(key) if key in added else removed.add(key)
-            for key in step.added.tolist():
-                removed.remove(key) if key in removed else added.add(key)
-            at, last = step.version, step
-        if at != until or last is None:
+        """Return the net change from version `since` to `until`, or None if the log does not reach.
+
+        O(changes); made once for all receivers until the set changes again.
+        """
+        if (since, until) not in self._changes:
+            if len(self._changes) >= MAX_CHANGES:
+                del self._changes[next(iter(self._changes))]
+            self._changes[since, until] = self._change(since, until)
+        return self._changes[since, until]
+
+    def _change(self, since: int, until: int) -> Change | None:
+        steps = self._steps(since, until)
+        if not steps:
             return None
-        return Change(since, until, _sorted(added), _sorted(removed), last.checksum)
+        added, removed = _net(steps)
+        if until == self.version:
+            base = Base(self.keys, added, removed)
+        else:
+            base = Base(self.keys, *_net(self._steps(since, self.version)))
+        return Change(since, until, added, removed, steps[-1].checksum, steps[-1].every, base, [])
+
+    def _steps(self, since: int, until: int) -> list[_Step]:
+        """The steps of the log that lead from one version to another; none if it does not hold them all."""
+        steps = [step for step in self._log if step.since >= since and step.version <= until]
+        return steps if steps and steps[0].since == since and steps[-1].version == until else []
 
     def snapshot(self, after: int = 0) -> Change:
         """Return the set as a change from nothing, frozen so that a transfer in parts can go on while it changes.
@@ -224,7 +271,7 @@ class WriterSet:
             and (frozen.version == self.version or (self._log and self._log[0].since <= frozen.version))
         ):
             return frozen
-        self._frozen = Change(0, self.version, self.keys, NO_KEYS, self._checksum)
+        self._frozen = Change(0, self.version, self.keys, NO_KEYS, self._checksum, self.every, None, [])
         return self._frozen
 
     def _check(self) -> None:
@@ -244,12 +291,13 @@ class OwnedSet(WriterSet):
     goes when the last of them does.
     """
 
-    __slots__ = ("_pending", "_repeats")
+    __slots__ = ("_pending", "_published_at", "_repeats")
 
     def __init__(self) -> None:
         super().__init__()
         self.version = 1
         self._pending = Changes(set(), set())
+        self._published_at = float("-inf")
         self._repeats: dict[int, int] = {}
 
     def note(self, gained: Iterable[int], lost: Iterable[int]) -> Changes:
@@ -275,14 +323,34 @@ class OwnedSet(WriterSet):
                 self._pending.gain(wire)
         return noted
 
-    def publish(self) -> bool:
+    def due(self, share: float, within_s: float, now: float) -> bool:
+        """Whether there is something to publish that is `share` of the set, or that long after the last time."""
+        n = len(self._pending.added) + len(self._pending.removed)
+        # A float's rounding must not put it off by a whole exchange.
+        return n > 0 and (n >= share * len(self.keys) or now - self._published_at >= 0.99 * within_s)
+
+    def publish(self, now: float = 0.0) -> bool:
         """Step the version if anything was noted since the last step. O(n) copied bytes."""
         pending = self._pending
         if not pending.added and not pending.removed:
             return False
         self.advance(self.version + 1, _sorted(pending.added), _sorted(pending.removed))
-        self._pending = Changes(set(), set())
+        self._pending, self._published_at = Changes(set(), set()), now
         return True
+
+
+def _net(steps: list[_Step]) -> tuple[Keys, Keys]:
+    """What successive steps come to: keys added and keys removed."""
+    if len(steps) == 1:
+        return steps[0].added, steps[0].removed
+    added: set[int] = set()
+    removed: set[int] = set()
+    for step in steps:
+        for key in step.removed.tolist():
+            added.remove(key) if key in added else removed.add(key)
+        for key in step.added.tolist():
+            removed.remove(key) if key in removed else added.add(key)
+    return _sorted(added), _sorted(removed)
 
 
 def _sorted(keys: set[int]) -> Keys:

@@ -40,6 +40,7 @@ from .events import (
     StreamRestarted,
     UnknownEvent,
 )
+from .forest import Forest
 from .reblock import Reblocker, Span
 from .tree import Changes, RadixTree
 
@@ -107,11 +108,8 @@ class Residency:
         self._spec = ChainSpec(domain.block_size, domain.mix)
         self._credited = tuple(credited)
         self._groups: dict[int, _Group] = {}
-        self._trees: list[RadixTree] = []
-        self._holders: dict[int, int] = {}
-        """With two or more trees: key -> how many of them hold it."""
-        self._quorum = 0
-        self._changes = Changes(set(), set())
+        self.forest = Forest()
+        """The trees of the full-attention groups: what is matchable, and its anchors."""
         self._epoch = 0
         self._doubtful = 0
         self._live = 0
@@ -134,7 +132,7 @@ class Residency:
     @property
     def canonical_blocks(self) -> int:
         """Number of matchable canonical blocks."""
-        return self._quorum if len(self._trees) > 1 else sum(tree.matchable for tree in self._trees)
+        return self.forest.matchable
 
     @property
     def live_blocks(self) -> int:
@@ -143,14 +141,12 @@ class Residency:
 
     def keys(self) -> Iterator[int]:
         """Yield the 64-bit keys of all matchable canonical blocks."""
-        if len(self._trees) > 1:
-            return (key for key, n in self._holders.items() if n == len(self._trees))
-        return (key for tree in self._trees for key in tree.keys())  # noqa: SIM118 - a tree is no dict
+        return self.forest.keys()
 
     @property
     def trees(self) -> tuple[RadixTree, ...]:
         """The trees of the full-attention groups, usually one."""
-        return tuple(self._trees)
+        return self.forest.trees
 
     def live(self) -> list[Live]:
         """Return live blocks by (tier, group). O(blocks)."""
@@ -165,8 +161,7 @@ class Residency:
 
     def take_changes(self) -> Changes:
         """Return and forget the keys that became, and ceased to be, matchable since the last call."""
-        changes, self._changes = self._changes, Changes(set(), set())
-        return changes
+        return self.forest.take_changes()
 
     # --- writing -------------------------------------------------------------------------------------------
 
@@ -175,7 +170,7 @@ class Residency:
         self.counts.batches += 1
         for event in batch.events:
             self._apply(event)
-        self._collect()
+        self.forest.collect()
         self._check_inflation()
 
     def _apply(self, event: EngineEvent) -> None:
@@ -292,9 +287,9 @@ class Residency:
     def _restart(self) -> None:
         """Forget everything, the groups too: a new life may have other ones, with other blocks."""
         self._clear(None)
-        self._collect()
+        self.forest.collect()
         self._groups.clear()
-        self._trees.clear()
+        self.forest.drop()
 
     # --- engine blocks -------------------------------------------------------------------------------------
 
@@ -304,7 +299,7 @@ class Residency:
             reblocker = None
             if kind in FULL_ATTENTION_KINDS:
                 reblocker = Reblocker(self._spec, RadixTree(self._spec, self._credited))
-                self._add_tree(reblocker.tree)
+                self.forest.add(reblocker.tree)
             group = self._groups[number] = _Group(reblocker)
         return group
 
@@ -401,7 +396,7 @@ class Residency:
         if not waiting:
             del group.waiting[span.wants]
 
-    # --- doubt, and several trees --------------------------------------------------------------------------
+    # --- doubt ---------------------------------------------------------------------------------------------
 
     def _doubt(self) -> None:
         self._epoch += 1
@@ -418,42 +413,6 @@ class Residency:
             self._inflated = True
             self.counts.inflated += 1
             self._doubt()
-
-    def _add_tree(self, tree: RadixTree) -> None:
-        self._collect()
-        self._trees.append(tree)
-        if len(self._trees) == 2:
-            self._holders = dict.fromkeys(self._trees[0].keys(), 1)
-        if len(self._trees) > 1:
-            # A prefix now needs one holder more, and nothing stored before has it yet.
-            for key, n in self._holders.items():
-                if n == len(self._trees) - 1:
-                    self._changes.lose(key)
-            self._quorum = 0
-
-    def _collect(self) -> None:
-        """Gather what changed in the trees: as it is for one, by quorum for several."""
-        for tree in self._trees:
-            changes = tree.take_changes()
-            if len(self._trees) == 1:
-                for key in changes.removed:
-                    self._changes.lose(key)
-                for key in changes.added:
-                    self._changes.gain(key)
-                continue
-            needed = len(self._trees)
-            for key in changes.removed:
-                if self._holders[key] == needed:
-                    self._changes.lose(key)
-                    self._quorum -= 1
-                self._holders[key] -= 1
-                if not self._holders[key]:
-                    del self._holders[key]
-            for key in changes.added:
-                self._holders[key] = self._holders.get(key, 0) + 1
-                if self._holders[key] == needed:
-                    self._changes.gain(key)
-                    self._quorum += 1
 
     def _check(self) -> None:
         """Assert every invariant, the trees' included. O(blocks)."""
@@ -474,10 +433,7 @@ class Residency:
             for wanted, waiting in group.waiting.items():
                 assert waiting and all(span.wants == wanted and group.spans[span.handle] is span for span in waiting)
         assert (live, doubtful) == (self._live, self._doubtful)
-        for tree in self._trees:
-            tree._check()
-        if len(self._trees) > 1:
-            assert self._quorum == sum(1 for _ in self.keys())
+        self.forest._check()
 
 
 def _fill(span: Span, event: BlocksStored, data: bytes, i: int) -> None:

@@ -3,35 +3,44 @@
 Rules:
 1. A part holds all keys of the change in its range [lower, upper), so parts are checked, repeated, reordered and cut
    anew at other borders freely.
-2. A receiver says up to which key it has everything; any holder of the same versions goes on from there.
+2. A receiver names the ranges that it lacks; any holder of the same versions goes on from there.
 3. The smaller of delta and snapshot is sent.
+4. Keys that go are told by their rank among the receiver's keys in the range: 1.1 bytes instead of 5 at 625 of 100k.
+   That is exact only at version `since`, which is the only one that a delta applies to.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from .digest import KEY_BYTES, KEY_LIMIT, Keys, Update, VectorEntry, encode_part, pack_keys
-from .replica import Change, WriterSet
+from .codec import Keys, decode_sorted, encode_sorted, encoded_bytes
+from .digest import KEY_LIMIT, MAX_MISSING, Update, VectorEntry, encode_part
+from .errors import DecodeError
+from .replica import NO_KEYS, Change, WriterSet
 
 UPDATE_OVERHEAD_BYTES = 80
-"""Upper bound of an encoded update's fields beside its endpoint, url and keys."""
+"""Upper bound of an encoded update's fields beside its endpoint, addresses and keys."""
 
-MIN_KEYS_A_PART = 16
+LEAST_KEY_BYTES = 128
+"""No part is cut smaller than this many bytes of keys: it would be all frame."""
+
+EVERYTHING = ((0, KEY_LIMIT),)
 
 
 class Debt(NamedTuple):
-    """What one peer is owed of one endpoint: `change`, from key `cursor` on."""
+    """What one peer is owed of one endpoint: `change`, in these ranges of keys. Addresses ride in snapshots."""
 
     endpoint: str
     incarnation: int
-    url: str
     change: Change
-    cursor: int
+    ranges: tuple[tuple[int, int], ...] = EVERYTHING
+    url: str = ""
+    contact: str = ""
 
     @property
     def staleness(self) -> int:
@@ -39,8 +48,8 @@ class Debt(NamedTuple):
         return self.change.version - self.change.since
 
 
-def owed(keys: WriterSet, incarnation: int, entry: VectorEntry) -> tuple[Change, int]:
-    """Return what brings the sender of `entry` up to date, and from which key on.
+def owed(keys: WriterSet, incarnation: int, entry: VectorEntry) -> tuple[Change, tuple[tuple[int, int], ...]]:
+    """Return what brings the sender of `entry` up to date, and the ranges of it.
 
     That is the rest of a transfer it has begun, if its versions can still be served; else a delta, or a snapshot where
     the log does not reach or the delta is larger.
@@ -50,80 +59,147 @@ def owed(keys: WriterSet, incarnation: int, entry: VectorEntry) -> tuple[Change,
     if want is not None and want.incarnation == incarnation:
         begun = keys.snapshot() if want.since == 0 else keys.change(want.since, want.version)
         if begun is not None and begun.version == want.version:
-            return begun, want.cursor
+            return begun, tuple(want.missing)
     if same_life and entry.version:
         delta = keys.change(entry.version, keys.version)
-        if delta is not None and len(delta.added) + len(delta.removed) <= len(keys):
-            return delta, 0
-    return keys.snapshot(entry.version if same_life else 0), 0
+        if delta is not None and size_bytes(delta) <= encoded_bytes(KEY_LIMIT, len(keys)):
+            return delta, EVERYTHING
+    return keys.snapshot(entry.version if same_life else 0), EVERYTHING
 
 
-def cut(debt: Debt, lower: int, room: int) -> tuple[bytes | None, int]:
+def size_bytes(change: Change) -> int:
+    """Return an upper bound of what a change's keys take. O(1)."""
+    removed = encoded_bytes(len(change.base), len(change.removed)) if change.base is not None else 0
+    return encoded_bytes(KEY_LIMIT, len(change.added)) + removed
+
+
+def cut(debt: Debt, lower: int, upper: int, room: int) -> tuple[bytes | None, int]:
     """Encode the part of a debt from key `lower` on that fits `room` bytes; return it and where the next one begins.
 
     (None, lower) when not even a small part fits. O(log n + part).
     """
     change = debt.change
-    room -= UPDATE_OVERHEAD_BYTES + len(debt.endpoint.encode()) + len(debt.url.encode())
-    added = change.added[np.searchsorted(change.added, np.uint64(lower)) :]
-    removed = change.removed[np.searchsorted(change.removed, np.uint64(lower)) :]
-    fits = room // KEY_BYTES
-    upper = KEY_LIMIT
-    # Without room for the fields `fits` is negative, so even a part of no keys is refused.
-    if len(added) + len(removed) > fits:
-        if fits < MIN_KEYS_A_PART:
-            return None, lower
-        upper = _key_after(added, removed, fits)
-        added = added[: np.searchsorted(added, np.uint64(upper))]
-        removed = removed[: np.searchsorted(removed, np.uint64(upper))]
-    versions = (change.since, change.version, change.checksum)
-    keys = (pack_keys(added), pack_keys(removed))
-    return encode_part(Update(debt.endpoint, debt.incarnation, *versions, lower, upper, *keys, debt.url)), upper
+    first = change.since == 0
+    url, contact = (debt.url, debt.contact) if first else ("", "")
+    room -= UPDATE_OVERHEAD_BYTES + len(debt.endpoint.encode()) + len(url.encode()) + len(contact.encode())
+    fitting = _fit(change, lower, upper, room)
+    if fitting is None:
+        return None, lower
+    end = 0 if fitting == KEY_LIMIT else fitting
+    versions = (change.since, change.version, change.checksum, change.every)
+    codes = _codes(change, lower, fitting)
+    return encode_part(Update(debt.endpoint, debt.incarnation, *versions, lower, end, *codes, url, contact)), fitting
 
 
-def least_room(url_bytes: int = 256, name_bytes: int = 80) -> int:
+def least_room(addresses_bytes: int = 256 + 80, name_bytes: int = 80) -> int:
     """Return how many bytes a datagram must leave for updates, so that every transfer goes on."""
-    return UPDATE_OVERHEAD_BYTES + name_bytes + url_bytes + MIN_KEYS_A_PART * KEY_BYTES
+    return UPDATE_OVERHEAD_BYTES + name_bytes + addresses_bytes + LEAST_KEY_BYTES
 
 
-def _key_after(added: Keys, removed: Keys, n: int) -> int:
-    """The key below which exactly `n` keys of both arrays lie."""
-    head = np.concatenate([added[: n + 1], removed[: n + 1]])
-    head.sort()
-    return int(head[n])
+def decode_keys(update: Update, held: Keys) -> tuple[Keys, Keys]:
+    """Return the keys that an update adds and removes; `held` is what the receiver holds at its version `since`.
+
+    Raises `DecodeError` of kind ``keys``.
+    """
+    lower, upper = update.lower, update.upper or KEY_LIMIT
+    if upper <= lower:
+        raise DecodeError("keys", "an update of an empty range")
+    added = decode_sorted(update.added, upper - lower) + np.uint64(lower)
+    if not update.removed:
+        return added, NO_KEYS
+    inside = _between(held, lower, upper) if update.since else NO_KEYS
+    return added, inside[decode_sorted(update.removed, len(inside)).astype(np.int64)]
+
+
+def _codes(change: Change, lower: int, upper: int) -> tuple[bytes, bytes]:
+    """The coded keys of one range, kept when it is the whole: most receivers are owed the same."""
+    whole = lower == 0 and upper == KEY_LIMIT
+    if whole and change.codes:
+        return change.codes[0]
+    added = encode_sorted(_between(change.added, lower, upper) - np.uint64(lower), upper - lower)
+    removed = b""
+    gone = _between(change.removed, lower, upper)
+    if len(gone):
+        assert change.base is not None
+        start, end = change.base.ranks(np.array([lower, upper], np.uint64)).tolist()
+        removed = encode_sorted((change.base.ranks(gone) - start).astype(np.uint64), end - start)
+    if whole and change.codes is not None:
+        change.codes.append((added, removed))
+    return added, removed
+
+
+def _fit(change: Change, lower: int, upper: int, room: int) -> int | None:
+    """The key up to which the part from `lower` on fits `room` bytes, or None when that is not worth a frame."""
+    added, removed = _between(change.added, lower, upper), _between(change.removed, lower, upper)
+    if room >= 0 and _bound(change, added, removed, lower, upper) <= room:
+        return upper
+    if room < LEAST_KEY_BYTES:
+        return None
+    # No key takes less than two bits, so no more than this many can fit.
+    keys = np.concatenate([added[: 4 * room], removed[: 4 * room]])
+    keys.sort()
+    few, many = 0, min(len(keys) - 1, 4 * room)
+    while few < many:
+        n = (few + many + 1) // 2
+        end = int(keys[n])
+        if _bound(change, _between(added, lower, end), _between(removed, lower, end), lower, end) <= room:
+            few = n
+        else:
+            many = n - 1
+    return int(keys[few]) if few else None
+
+
+def _bound(change: Change, added: Keys, removed: Keys, lower: int, upper: int) -> int:
+    """Upper bound of the bytes of these keys of a change, all those in [lower, upper)."""
+    size = encoded_bytes(upper - lower, len(added))
+    if len(removed):
+        assert change.base is not None
+        start, end = change.base.ranks(np.array([lower, upper], np.uint64)).tolist()
+        size += encoded_bytes(end - start, len(removed))
+    return size
 
 
 class Assembly:
     """A change that arrives in parts, each the keys of one range; parts may come twice, overlap, and in any order."""
 
-    __slots__ = ("_lowers", "_parts", "checksum", "cursor", "incarnation", "since", "touched_at", "version")
+    __slots__ = ("_lowers", "_parts", "checksum", "every", "incarnation", "n_keys", "since", "touched_at", "version")
 
-    def __init__(self, incarnation: int, since: int, version: int, checksum: int, now: float) -> None:
-        self.incarnation = incarnation
-        self.since = since
-        self.version = version
-        self.checksum = checksum
+    def __init__(self, update: Update, now: float) -> None:
+        self.incarnation = update.incarnation
+        self.since = update.since
+        self.version = update.version
+        self.checksum = update.checksum
+        self.every = update.every
         self.touched_at = now
-        self.cursor = 0
-        """The key up to which everything has come."""
+        self.n_keys = 0
+        """Keys that have come."""
         # Disjoint ranges: their lower ends in order, and by lower end (upper, added, removed).
         self._lowers: list[int] = []
         self._parts: dict[int, tuple[int, Keys, Keys]] = {}
 
+    def is_of(self, update: Update) -> bool:
+        """Whether an update is a part of this transfer."""
+        mine = (self.incarnation, self.since, self.version)
+        return mine == (update.incarnation, update.since, update.version)
+
     def offer(self, lower: int, upper: int, added: Keys, removed: Keys, now: float) -> Change | None:
         """Take what is new in a part; return the whole change once it is there. O(log parts) and a memmove."""
         for start, end in list(self._missing(lower, upper)):
-            self._parts[start] = (end, _between(added, start, end), _between(removed, start, end))
+            part = (end, _between(added, start, end), _between(removed, start, end))
+            self._parts[start] = part
+            self.n_keys += len(part[1]) + len(part[2])
             insort(self._lowers, start)
             self.touched_at = now
-        while self.cursor in self._parts:
-            self.cursor = self._parts[self.cursor][0]
-        if self.cursor != KEY_LIMIT:
+        if self.missing(1):
             return None
         parts = [self._parts[start] for start in self._lowers]
         adds = np.concatenate([part[1] for part in parts])
         removes = np.concatenate([part[2] for part in parts])
-        return Change(self.since, self.version, adds, removes, self.checksum)
+        return Change(self.since, self.version, adds, removes, self.checksum, self.every)
+
+    def missing(self, limit: int = MAX_MISSING) -> list[tuple[int, int]]:
+        """Return the first `limit` ranges of which nothing has come."""
+        return list(islice(self._missing(0, KEY_LIMIT), limit))
 
     def _missing(self, lower: int, upper: int) -> Iterator[tuple[int, int]]:
         """Yield the ranges within [lower, upper) of which nothing has come."""
@@ -140,5 +216,7 @@ class Assembly:
 
 def _between(keys: Keys, lower: int, upper: int) -> Keys:
     """The keys within [lower, upper)."""
+    if lower == 0 and upper == KEY_LIMIT:
+        return keys
     start, end = np.searchsorted(keys, np.array([lower, upper], np.uint64))
     return keys[start:end]

@@ -53,7 +53,7 @@ def test_what_was_sent_since_the_report_is_added_to_it_and_what_was_sent_before_
     remote = standing(report=LoadReport(queued_tokens=1000, prefill_tokens_per_s=1000), now=0.0)
     remote.ledger.book(1, 2.0, 2000, 1.0, 99.0)
     assert remote.wait_s(1.0) == 2.0
-    remote.copy.heard_at = 1.5
+    remote.copy.load_at = 1.5
     remote.copy.advert = Advert(LoadReport(queued_tokens=2500, prefill_tokens_per_s=1000))
     remote.refresh(1.5)
     assert remote.wait_s(1.5) == 2.5, "the forward of 1.0 is in the report of 1.5"
@@ -67,7 +67,7 @@ def test_a_reply_counts_until_gossip_brings_a_later_word() -> None:
     remote.reply = (LoadReport(queued_tokens=2000, prefill_tokens_per_s=1000), 1.0)
     remote.refresh(1.0)
     assert [remote.wait_s(t) for t in (1.0, 2.0)] == [2.0, 1.0]
-    remote.copy.heard_at = 1.5
+    remote.copy.load_at = 1.5
     remote.copy.advert = Advert(LoadReport(queued_tokens=4000, prefill_tokens_per_s=1000))
     remote.refresh(2.0)
     assert remote.wait_s(2.0) == 3.5

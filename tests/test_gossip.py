@@ -97,7 +97,8 @@ def test_rounds_come_at_the_interval_and_late_ones_are_not_caught_up_in_a_burst(
     a.handle_timer(0.25)
     assert a.next_timer() == pytest.approx(0.4)
     a.handle_timer(5.0)
-    assert a.next_timer() == pytest.approx(5.1)
+    # It was quiet for more than a second: the next one comes a little later than at the full pace.
+    assert a.next_timer() == pytest.approx(5.0 + 0.5 * 0.2 * 1.25)
     assert a.counters["rounds"] == 3
 
 
@@ -115,12 +116,12 @@ def test_a_change_is_everywhere_within_a_few_rounds(n: int, size: int) -> None:
     net.check_all()
 
 
-def test_four_idle_nodes_send_less_than_4200_bytes_a_second_each() -> None:
+def test_four_quiet_nodes_send_less_than_800_bytes_a_second_each() -> None:
     net = fleet(4)
     before = dict(net.sent_bytes)
     net.run(10)
     for node, sent in net.sent_bytes.items():
-        assert 1000 < (sent - before[node]) / 10 < 4200
+        assert 200 < (sent - before[node]) / 10 < 800
 
 
 @pytest.mark.parametrize(("size", "times"), [(1200, 3.0), (60000, 2.5)])
@@ -215,7 +216,7 @@ def test_an_answer_goes_on_in_acks_that_ask_for_nothing() -> None:
         assert (envelope.kind, envelope.message.vector, envelope.message.echo) == (Kind.ACK, [], 0)
     updates = [update for envelope in (first, *others) for update in envelope.message.updates]
     assert [update.lower for update in updates] == [0, *(update.upper for update in updates[:-1])]
-    assert updates[-1].upper == KEY_LIMIT
+    assert updates[-1].upper == 0
 
 
 # --- relays and ages ---------------------------------------------------------------------------------------

@@ -20,9 +20,12 @@ PACKAGE = ROOT / "prefixroute"
 EDGES = {"__init__", "aio", "cli", "metrics", "replay", "testing"}
 """Modules of the package that are no part of the core, beside the folders. A module that is new is core until said."""
 
+FOLDERS = {"emulator", "sim"}
+"""Folders of the package: edges, all of them."""
+
 CORE = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem not in EDGES}
-DESIGNED = "errors events domain chain tree reblock residency digest replica transfer gossip index load fleet policy"
-DESIGNED += " decision router history endpoint node"
+DESIGNED = "errors events domain chain changes edge tree forest anchors reblock residency digest replica"
+DESIGNED += " transfer gossip index load fleet policy decision router history endpoint node"
 
 FORBIDDEN = {
     "clocks": {"time", "datetime", "sched"},
@@ -30,9 +33,9 @@ FORBIDDEN = {
     "threads and loops": {"threading", "_thread", "asyncio", "multiprocessing", "concurrent", "subprocess", "signal"},
     "chance": {"secrets", "uuid"},
     "engines": {"vllm", "sglang", "torch", "transformers", "prefixroute_vllm", "prefixroute_sglang"},
-    "edges": {f"prefixroute.{name}" for name in EDGES | {"emulator"}} | {"prefixroute_lan4"},
+    "edges": {f"prefixroute.{name}" for name in EDGES | FOLDERS} | {"prefixroute_lan4"},
 }
-PUBLIC_MODULES = {"aio", "emulator", "errors", "events", "load", "metrics", "policy", "residency", "testing"}
+PUBLIC_MODULES = {"aio", "emulator", "errors", "events", "load", "metrics", "policy", "residency", "sim", "testing"}
 OUTSIDE = sorted(path for folder in ("adapters", "examples") for path in (ROOT / folder).rglob("*.py"))
 
 

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixroute import TokenChain, UsageError
+from prefixroute.anchors import ANCHOR_STRIDES, Anchors
 from prefixroute.chain import STRIDE, ChainSpec
 from prefixroute.index import DEEPEST, MergedIndex, Stratum
+from prefixroute.tree import RadixTree
 
 SPEC = ChainSpec(1, 5)
 
@@ -191,6 +193,177 @@ def test_any_sets_at_all_are_searched_and_a_stratum_is_held_at_its_depth(sets: l
             assert {d for d in (depth, depth - 1, depth - 2) if d > 0} <= held[name]
 
 
+# --- coarse endpoints --------------------------------------------------------------------------------------
+
+
+class Cache:
+    """One endpoint's tree, published at stride `every`, and what of it is in an index."""
+
+    def __init__(self, index: MergedIndex, name: str, every: int) -> None:
+        self.index, self.name, self.anchors = index, name, Anchors(every)
+        self.tree = RadixTree(SPEC)
+        self.anchors.rebuild(self.tree)
+        index.join(name)
+        index.set_stride(name, every)
+
+    def serve(self, chain: TokenChain, ends: bool) -> None:
+        """Hold a prompt."""
+        self.tree.plant(chain.root)
+        self.tree.store(chain.root, 0, [chain.block(i) for i in range(chain.depth)], "gpu")
+        if ends:
+            self.tree.end_request(chain)
+
+    def evict(self, rng: random.Random) -> None:
+        """Lose the last few blocks of some prompt."""
+        leaves = [edge for edge in self.tree._edges() if edge.keys and not edge.children]
+        if leaves:
+            leaf = rng.choice(leaves)
+            n = min(rng.randint(1, 20), len(leaf.keys))
+            self.tree.remove(leaf.keys[-1], leaf.depth + len(leaf.keys), n, "gpu")
+
+    def publish(self, every: int = 0) -> None:
+        changes = self.anchors.set_every(every, self.tree) if every else self.anchors.follow(self.tree)
+        self.index.update(self.name, changes.added, changes.removed)
+        self.index.set_stride(self.name, self.anchors.every)
+
+    def leave(self) -> None:
+        self.index.leave(self.name, list(self.anchors))
+
+    def deepest(self, chain: TokenChain) -> int:
+        """What a search can know: the deepest anchor on the prompt's path."""
+        published = set(self.anchors)
+        return max((depth for depth in range(1, chain.depth + 1) if chain.wire(depth) in published), default=0)
+
+
+def conversations(rng: random.Random, n: int) -> list[TokenChain]:
+    """Prompts that go on, fork or begin anew."""
+    paths: list[list[int]] = []
+    while len(paths) < n:
+        tokens = list(rng.choice(paths)) if paths and rng.random() < 0.85 else [rng.randrange(3)]
+        if rng.random() < 0.5:
+            tokens = tokens[: rng.randint(1, len(tokens))]
+        tokens += [rng.randrange(10**6) for _ in range(rng.choice([0, 1, 5, 31, 32, 33, rng.randint(1, 70)]))]
+        paths.append(tokens[:150])
+    return [TokenChain(SPEC, 9, tokens) for tokens in paths]
+
+
+def probe_all(index: MergedIndex, caches: list[Cache], chains: list[TokenChain], keep: int) -> None:
+    for chain in chains:
+        depths = {cache.name: cache.deepest(chain) for cache in caches}
+        assert found(index, chain, 1000) == expected(depths, 1000)
+        assert found(index, chain, keep) == expected(depths, keep)
+        for cache in caches:
+            exact, known = cache.tree.match(chain), depths[cache.name]
+            assert index.depth(chain, index.bit(cache.name)) == known <= exact
+            # Never more than a stride is lost, and nothing when the match ends at an anchor.
+            assert exact - known < cache.anchors.every
+            assert known == exact or not cache.tree.is_anchor(chain.key(exact), exact, cache.anchors.every)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60, database=None)
+@given(
+    st.integers(0, 10**6), st.lists(st.sampled_from([1, 1, *ANCHOR_STRIDES]), min_size=1, max_size=9), st.integers(1, 5)
+)
+def test_coarse_search_finds_the_deepest_anchor_of_each_endpoint(seed: int, strides: list[int], keep: int) -> None:
+    rng = random.Random(seed)
+    chains = conversations(rng, 25)
+    index = MergedIndex()
+    caches = [Cache(index, f"n{i}", every) for i, every in enumerate(strides)]
+    for cache in caches:
+        for chain in rng.sample(chains, rng.randint(0, 12)):
+            cache.serve(chain, ends=rng.random() < 0.7)
+        for _ in range(rng.randint(0, 3)):
+            cache.evict(rng)
+        cache.publish()
+    index._check({cache.name: set(cache.anchors) for cache in caches})
+    probe_all(index, caches, rng.sample(chains, 12), keep)
+
+
+def test_coarse_search_is_right_while_strides_change_and_endpoints_come_and_go() -> None:
+    rng = random.Random(3)
+    chains = conversations(rng, 40)
+    index = MergedIndex()
+    caches: list[Cache] = []
+    for step in range(150):
+        if len(caches) < 2 or rng.random() < 0.2:
+            caches.append(Cache(index, f"s{step}", rng.choice(ANCHOR_STRIDES)))
+        elif rng.random() < 0.15:
+            caches.pop(rng.randrange(len(caches))).leave()
+        cache = rng.choice(caches)
+        for chain in rng.sample(chains, rng.randint(0, 6)):
+            cache.serve(chain, ends=True)
+        cache.evict(rng)
+        cache.publish(rng.choice(ANCHOR_STRIDES) if rng.random() < 0.3 else 0)
+        index._check({cache.name: set(cache.anchors) for cache in caches})
+        probe_all(index, caches, rng.sample(chains, 3), 3)
+
+
+@pytest.mark.parametrize("every", ANCHOR_STRIDES)
+@pytest.mark.parametrize("end", [1, 2, 7, 31, 32, 33, 45, 64, 90])
+def test_prompt_that_continues_a_request_is_matched_whole(every: int, end: int) -> None:
+    index = MergedIndex()
+    cache = Cache(index, "a", every)
+    trunk = prompt(100)
+    cache.serve(trunk, ends=False)
+    cache.tree.end_request(prompt(end))
+    cache.publish()
+    tokens = [*range(end), 10**7, *range(10**6, 10**6 + 50)]
+    assert found(index, TokenChain(SPEC, 9, tokens)) == [(end, {"a"})]
+    assert found(index, prompt(end)) == [(end, {"a"})]
+    assert found(index, trunk) == [(100, {"a"})]
+
+
+def test_fork_that_nobody_made_yet_is_under_estimated_until_it_is() -> None:
+    index = MergedIndex()
+    cache = Cache(index, "a", 16)
+    cache.serve(prompt(100), ends=True)
+    cache.publish()
+    for fork, known in ((1, 1), (15, 1), (16, 16), (61, 48), (99, 96), (100, 100)):
+        chain = TokenChain(SPEC, 9, [*range(fork), *range(10**6, 10**6 + 40)])
+        assert found(index, chain) == [(known, {"a"})]
+    chain = TokenChain(SPEC, 9, [*range(61), *range(10**6, 10**6 + 40)])
+    cache.serve(chain, ends=False)
+    cache.publish()
+    assert found(index, TokenChain(SPEC, 9, [*range(61), *range(10**7, 10**7 + 40)])) == [(61, {"a"})]
+
+
+def test_search_within_some_endpoints_sees_no_others_of_any_stride() -> None:
+    index = MergedIndex()
+    caches = [Cache(index, f"n{i}", every) for i, every in enumerate((1, 4, 16, 1, 32))]
+    for i, cache in enumerate(caches):
+        cache.serve(prompt(90 - i), ends=True)
+        cache.publish()
+    shallow = index.bit("n3") | index.bit("n4")
+    assert index.search(prompt(100), within=shallow) == [Stratum(87, index.bit("n3")), Stratum(86, index.bit("n4"))]
+    assert index.search(prompt(100), within=index.bit("n4")) == [Stratum(86, index.bit("n4"))]
+    assert index.search(prompt(100), within=0) == []
+
+
+def test_bit_that_a_coarse_endpoint_leaves_is_exact_for_the_next() -> None:
+    index = MergedIndex()
+    Cache(index, "a", 16).leave()
+    index.join("b")
+    index.update("b", wires(prompt(50), range(1, 51)), ())
+    assert found(index, prompt(40, tail=13)) == [(27, {"b"})]
+    with pytest.raises(UsageError, match="is one of"):
+        index.set_stride("b", 3)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100, database=None)
+@given(st.lists(st.tuples(st.sets(st.integers(1, 70)), st.sampled_from(ANCHOR_STRIDES)), max_size=6), st.integers(1, 5))
+def test_any_coarse_sets_are_searched_and_a_stratum_is_held(sets: list[tuple[set[int], int]], keep: int) -> None:
+    """Copies that are cut short in the middle of a transfer, at any stride."""
+    chain = prompt(70)
+    held = {f"n{i}": depths for i, (depths, _) in enumerate(sets)}
+    index = holes(held, chain)
+    for name, (_, every) in zip(held, sets, strict=True):
+        index.set_stride(name, every)
+    strata = found(index, chain, keep)
+    assert len(strata) <= keep
+    assert [depth for depth, _ in strata] == sorted({depth for depth, _ in strata}, reverse=True)
+    assert all(depth in held[name] for depth, names in strata for name in names)
+
+
 # --- cost --------------------------------------------------------------------------------------------------
 
 
@@ -199,8 +372,8 @@ class Counted(TokenChain):
 
     __slots__ = ("asked",)
 
-    def __init__(self, depth: int) -> None:
-        super().__init__(SPEC, 9, list(range(depth)))
+    def __init__(self, depth: int, root: int = 9) -> None:
+        super().__init__(SPEC, root, list(range(depth)))
         self.asked: list[int] = []
 
     def key(self, depth: int) -> int:
@@ -227,6 +400,50 @@ def test_cost_follows_distinct_depths_and_not_endpoints(depths: tuple[int, ...])
         # First block and stride ends; then 5 halvings of a stride and 2 checks for each depth.
         assert len(chain.asked) <= 2 + max(depths) // STRIDE + distinct * 7
     assert asked[0] == asked[1]
+
+
+@pytest.mark.parametrize("every", ANCHOR_STRIDES[1:])
+@pytest.mark.parametrize("depths", [(4096, 4096, 512), (33, 700, 700), (1, 2, 3, 4, 5), (100, 2000, 3000, 4000)])
+def test_cost_of_a_coarse_search_is_bounded_by_strides_and_distinct_depths(every: int, depths: tuple[int, ...]) -> None:
+    asked = []
+    trunk = prompt(4096)
+    for times in (1, 20):
+        chain = Counted(4096)
+        index = MergedIndex()
+        for i in range(times):
+            for j, depth in enumerate(depths):
+                index.join(f"{i} {j}")
+                index.set_stride(f"{i} {j}", every)
+                index.update(f"{i} {j}", wires(trunk, {1, depth, *range(every, depth, every)}), ())
+        assert [depth for depth, _ in found(index, chain)] == sorted(set(depths), reverse=True)[:DEEPEST]
+        asked.append(chain.asked)
+        # Stride ends; for each depth the halvings of a stride down to `every`, then the depths short of the next one.
+        distinct = min(len(set(depths)), DEEPEST)
+        halvings = (STRIDE // every).bit_length() - 1
+        assert len(chain.asked) <= 2 + max(depths) // STRIDE + distinct * (halvings + every - 1)
+    assert asked[0] == asked[1]
+
+
+def test_coarse_miss_costs_one_key_and_a_prompt_held_whole_no_end() -> None:
+    index = MergedIndex()
+    cache = Cache(index, "a", 16)
+    cache.serve(prompt(4096), ends=True)
+    cache.publish()
+    miss = Counted(4096, root=8)
+    assert (index.search(miss), miss.asked) == ([], [1])
+    chain = Counted(4096)
+    assert found(index, chain) == [(4096, {"a"})]
+    assert chain.asked == [1, *range(32, 4097, 32)]
+
+
+def test_depth_of_one_coarse_endpoint_takes_a_bisection_and_a_stride() -> None:
+    index = MergedIndex()
+    cache = Cache(index, "a", 16)
+    cache.serve(prompt(1234), ends=True)
+    cache.publish()
+    chain = Counted(4095)
+    assert index.depth(chain, index.bit("a")) == 1234
+    assert len(chain.asked) <= 1 + 8 + 15
 
 
 def test_depth_of_one_endpoint_takes_a_bisection() -> None:

@@ -251,7 +251,7 @@ def test_a_refused_forward_is_not_repeated_for_a_while() -> None:
     again = node.route(tokens, net.now)
     assert again.target == "n2/0"
     node.report(again, Outcome.served(), net.now)
-    net.run(SETTINGS.push_back.ttl_s + 0.3)
+    net.run(SETTINGS.push_back.ttl_s + SETTINGS.idle_interval_s)
     assert node.route(tokens, net.now).target == "n1/0"
     assert suspended(node) == []
 

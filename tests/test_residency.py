@@ -289,7 +289,7 @@ def test_prefix_counts_only_when_every_full_attention_group_holds_it() -> None:
     apply(residency, stored([1, 2, 3], group=3))
     assert depth(residency) == 3
     apply(residency, BlocksCleared())
-    assert (depth(residency), residency.canonical_blocks, residency._holders) == (0, 0, {})
+    assert (depth(residency), residency.canonical_blocks, residency.forest._holders) == (0, 0, {})
 
 
 def test_three_groups_and_their_changes_against_plain_sets() -> None:

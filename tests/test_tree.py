@@ -14,12 +14,14 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from prefixroute import ContentSpan, TokenChain, UsageError, chain
 from prefixroute.chain import ChainSpec
-from prefixroute.tree import Changes, RadixTree, _Node
+from prefixroute.edge import Edge
+from prefixroute.tree import Changes, RadixTree
 
 SPEC = ChainSpec(2, 7)
 ROOT = 99
 TIERS = ("gpu", "cpu", "disk")
 CREDITED = ("gpu", "cpu")
+STRIDES = (1, 2, 4, 32)
 Path = tuple[str, ...]
 
 
@@ -52,7 +54,7 @@ def matched(tree: RadixTree, path: Sequence[str]) -> int:
 
 def edges(tree: RadixTree) -> list[int]:
     """Lengths of all edges."""
-    return sorted(len(node.keys) for node in tree._nodes() if node.keys)
+    return sorted(len(edge.keys) for edge in tree._edges() if edge.keys)
 
 
 # --- against a model ---------------------------------------------------------------------------------------
@@ -66,6 +68,9 @@ class TreeAgainstModel(RuleBasedStateMachine):
         self.tree = RadixTree(SPEC, CREDITED)
         self.copies: dict[Path, Counter[str]] = {}
         self.published: set[int] = set()
+        self.request_ends: set[Path] = set()
+        self.tree.watch_anchors(True)
+        self.followed: dict[int, dict[int, int]] = {every: {} for every in STRIDES}
 
     def nodes(self) -> list[Path]:
         """Every path that is held, or leads to one that is."""
@@ -171,17 +176,40 @@ class TreeAgainstModel(RuleBasedStateMachine):
         assert self.tree.take_changes() == Changes(set(), set())
         assert self.tree.collisions == 0
 
+    @rule(data=st.data(), suffix=st.sampled_from(["", "", "", "z"]))
+    def end_request(self, data: st.DataObject, suffix: str) -> None:
+        path = (*data.draw(st.sampled_from([(), *self.nodes()])), *suffix)
+        self.tree.end_request(prompt(path))
+        if path in self.matchable():
+            self.request_ends.add(path)
+
     @invariant()
     def anchors(self) -> None:
         nodes, good = self.nodes(), self.matchable()
         # An edge ends at a leaf and where the tree forks, whether or not what forks there is matchable.
         forks = {path for path in nodes if len({child for child in nodes if child[:-1] == path}) != 1}
         ends = {path for path in good if not any(child[:-1] == path for child in good)}
-        for every in (1, 3):
+        self.request_ends &= set(nodes)
+        ends |= (self.request_ends | forks) & good
+        assert self.tree.ends() == len(ends)
+        touched = self.tree.take_touched()
+        assert self.tree.take_touched() == {}
+        for every in STRIDES:
             found = list(self.tree.anchors(every))
-            expected = {path for path in good if len(path) % every == 0 or path in ends or path in forks}
-            assert len(found) == len(set(found))
-            assert set(found) == {key(path) for path in expected}
+            expected = {key(path): len(path) for path in good if len(path) % every == 0 or len(path) == 1} | {
+                key(path): len(path) for path in ends
+            }
+            assert len(found) == len(expected)
+            assert set(found) == expected.keys()
+            assert all(self.tree.is_anchor(key(p), len(p), every) == (key(p) in expected) for p in nodes)
+            # Whoever asks again about the touched blocks alone knows them all.
+            followed = self.followed[every]
+            for k, depth in touched.items():
+                if self.tree.is_anchor(k, depth, every):
+                    followed[k] = depth
+                else:
+                    followed.pop(k, None)
+            assert followed == expected
 
 
 TreeAgainstModel.TestCase.settings = settings(
@@ -474,4 +502,4 @@ def test_memory_is_near_the_stated_600_bytes_more_an_edge() -> None:
 
 
 def test_edge_has_no_dict() -> None:
-    assert not hasattr(_Node(None, 0), "__dict__")
+    assert not hasattr(Edge(None, 0), "__dict__")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from prefixroute.digest import KEY_LIMIT, LoadWire, Message, Update, VectorEntry, Want
+from prefixroute.chain import STRIDE
+from prefixroute.digest import KEY_LIMIT, MAX_MISSING, LoadWire, Message, Update, VectorEntry, Want
 
 
 def ints(low: int, high: int) -> st.SearchStrategy[int]:
@@ -15,8 +16,11 @@ def ints(low: int, high: int) -> st.SearchStrategy[int]:
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 name = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=80)
-u32, u63, ordinal, u48 = ints(0, 2**32 - 1), ints(0, 2**63 - 1), ints(1, 2**63 - 1), ints(0, KEY_LIMIT)
+url = texts.map(lambda t: t[:256])
+u16, u32, u63, ordinal = ints(0, 2**16 - 1), ints(0, 2**32 - 1), ints(0, 2**63 - 1), ints(1, 2**63 - 1)
+u48 = ints(0, KEY_LIMIT)
 percent = ints(0, 100)
+strides = ints(1, STRIDE)
 loads = st.builds(
     LoadWire,
     u32,
@@ -32,22 +36,17 @@ loads = st.builds(
     u32,
     percent,
 )
-wants = st.builds(Want, ordinal, u63, ordinal, u48)
-entries = st.builds(VectorEntry, name, ordinal, u63, u63, u32, st.none() | loads, st.none() | wants)
+ranges = st.lists(st.tuples(u48, u48), min_size=1, max_size=MAX_MISSING)
+wants = st.builds(Want, ordinal, u63, ordinal, ranges)
+entries = st.builds(VectorEntry, name, ordinal, u63, u63, u16, u32, u63, st.none() | loads, st.none() | wants)
 updates = st.builds(
     Update,
-    name,
-    ordinal,
-    u63,
-    ordinal,
-    ints(0, 2**64 - 1),
-    u48,
-    u48,
-    st.binary(),
-    st.binary(),
-    texts.map(lambda t: t[:256]),
+    *(name, ordinal, u63, ordinal, ints(0, 2**64 - 1), strides, u48, u48),
+    *(st.binary(), st.binary(), url, url),
 )
-domains = st.none() | st.dictionaries(name, texts.map(lambda t: t[:256]), max_size=16)
+domains = st.none() | st.dictionaries(name, url, max_size=16)
 messages = st.builds(
-    Message, name, u63, u63, st.booleans(), domains, st.lists(entries, max_size=3), st.lists(updates, max_size=3)
+    Message,
+    *(name, u63, u63, st.booleans(), domains),
+    *(st.lists(entries, max_size=3), st.lists(updates, max_size=3), st.just("") | url),
 )

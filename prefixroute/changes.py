@@ -1,0 +1,26 @@
+"""Net changes of a set of keys: what came and what went since somebody last looked."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Changes(NamedTuple):
+    """Keys that entered a set and keys that left it, net: a key that came and went again is in neither."""
+
+    added: set[int]
+    removed: set[int]
+
+    def gain(self, key: int) -> None:
+        """Note that `key` entered the set."""
+        if key in self.removed:
+            self.removed.remove(key)
+        else:
+            self.added.add(key)
+
+    def lose(self, key: int) -> None:
+        """Note that `key` left the set."""
+        if key in self.added:
+            self.added.remove(key)
+        else:
+            self.removed.add(key)

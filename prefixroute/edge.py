@@ -1,0 +1,115 @@
+"""One edge of the radix tree: a run of blocks without a fork, their keys, and their counts by tier.
+
+Rules:
+1. All arrays of an edge have one entry a block, and are cut and joined together.
+2. `reach` is the length of the leading run of matchable blocks; the tree alone moves it.
+3. A split or a merge keeps the object that owns more blocks, so that fewer keys have to be pointed elsewhere.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+
+class Edge:
+    """Blocks `depth`+1 .. `depth`+len(keys) and the edges below its end. A root has no parent and no blocks."""
+
+    __slots__ = ("children", "counts", "data", "depth", "extras", "keys", "parent", "reach", "root_key")
+
+    def __init__(self, parent: Edge | None, depth: int) -> None:
+        self.parent = parent
+        self.depth = depth
+        self.root_key = 0
+        self.data = bytearray()
+        self.extras: dict[int, bytes] = {}
+        self.keys = array("Q")
+        self.counts: dict[str, array[int]] = {}
+        self.reach = 0
+        self.children: dict[bytes, Edge] = {}
+
+    def block(self, at: int, size: int) -> bytes:
+        """Return what block `at` contributes to the chain: its tokens, `size` bytes, then its items' digests."""
+        block = bytes(self.data[at * size : (at + 1) * size])
+        return block + self.extras[at] if self.extras and at in self.extras else block
+
+    def held(self, at: int, tiers: Sequence[str]) -> bool:
+        """Whether block `at` has a count in one of `tiers`."""
+        counts = self.counts
+        return any(tier in counts and counts[tier][at] for tier in tiers)
+
+    def reachable(self) -> bool:
+        """Whether every block above the edge is matchable."""
+        parent = self.parent
+        return parent is not None and (parent.parent is None or parent.reach == len(parent.keys))
+
+    def root(self) -> int:
+        """Return the key of the namespace's root above the edge."""
+        edge = self
+        while edge.parent is not None:
+            edge = edge.parent
+        return edge.root_key
+
+    def level(self) -> None:
+        """Give every tier an entry for each block that was appended."""
+        for count in self.counts.values():
+            count.extend([0] * (len(self.keys) - len(count)))
+
+    def trim(self, end: int, size: int) -> None:
+        """Drop the blocks from `end` on."""
+        del self.data[end * size :], self.keys[end:]
+        for count in self.counts.values():
+            del count[end:]
+        self.extras = {i: e for i, e in self.extras.items() if i < end}
+
+    def split(self, at: int, size: int) -> tuple[Edge, Edge, Edge]:
+        """Cut before block `at`, 0 < at < len; return the upper edge, the lower one, and which of them is new."""
+        upper, lower = self._halves(at, size)
+        data, keys, counts, extras, reach = self.data, self.keys, self.counts, self.extras, self.reach
+        upper.data, lower.data = data[: at * size], data[at * size :]
+        upper.keys, lower.keys = keys[:at], keys[at:]
+        upper.counts = {tier: c[:at] for tier, c in counts.items()}
+        lower.counts = {tier: c[at:] for tier, c in counts.items()}
+        upper.extras = {i: e for i, e in extras.items() if i < at}
+        lower.extras = {i - at: e for i, e in extras.items() if i >= at}
+        upper.reach, lower.reach = min(reach, at), max(reach - at, 0)
+        upper.children[lower.block(0, size)] = lower
+        return upper, lower, lower if lower is not self else upper
+
+    def _halves(self, at: int, size: int) -> tuple[Edge, Edge]:
+        """Link a new edge above or below this one, whichever will own fewer blocks."""
+        parent = self.parent
+        assert parent is not None
+        if at <= len(self.keys) - at:
+            upper = Edge(parent, self.depth)
+            parent.children[self.block(0, size)] = upper
+            self.parent, self.depth = upper, self.depth + at
+            return upper, self
+        lower = Edge(self, self.depth + at)
+        lower.children = self.children
+        for child in lower.children.values():
+            child.parent = lower
+        self.children = {}
+        return self, lower
+
+    def merge(self, size: int) -> tuple[Edge, Edge]:
+        """Join with the only child; return the edge that stays, and the other, which still lists its own keys."""
+        (lower,) = self.children.values()
+        parent = self.parent
+        assert parent is not None
+        n = len(self.keys)
+        stays, goes = (self, lower) if n >= len(lower.keys) else (lower, self)
+        counts = {
+            tier: self.counts.get(tier, array("I", bytes(4 * n)))
+            + lower.counts.get(tier, array("I", bytes(4 * len(lower.keys))))
+            for tier in {**self.counts, **lower.counts}
+        }
+        first = self.block(0, size)
+        stays.data, stays.keys, stays.counts = self.data + lower.data, self.keys + lower.keys, counts
+        stays.extras = {**self.extras, **{i + n: e for i, e in lower.extras.items()}}
+        stays.reach = self.reach + lower.reach
+        stays.depth, stays.parent, stays.children = self.depth, parent, lower.children
+        for child in stays.children.values():
+            child.parent = stays
+        parent.children[first] = stays
+        return stays, goes

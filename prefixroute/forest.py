@@ -1,0 +1,143 @@
+"""The trees of one endpoint, one for each full-attention group: a block counts when every one of them holds it.
+
+Rules:
+1. With one tree, the usual case, nothing is kept here. With several, the holders of every key are counted.
+2. What every tree holds is closed under prefixes, since each tree's blocks are. Its anchors (`tree`, rule 5) are those
+   of any tree that all of them hold. Where the trees go apart none may have an end; that costs fidelity, not truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .chain import TokenChain
+from .changes import Changes
+from .tree import RadixTree
+
+
+class Forest:
+    """What all trees hold, what changed of it, and its anchors. `collect` is called after the trees were written."""
+
+    __slots__ = ("_changes", "_holders", "_quorum", "_touched", "_trees", "_watched")
+
+    def __init__(self) -> None:
+        self._trees: list[RadixTree] = []
+        self._holders: dict[int, int] = {}
+        """With two or more trees: key -> how many of them hold it."""
+        self._quorum = 0
+        self._changes = Changes(set(), set())
+        self._touched: dict[int, int] = {}
+        self._watched = False
+
+    @property
+    def trees(self) -> tuple[RadixTree, ...]:
+        """The trees, usually one."""
+        return tuple(self._trees)
+
+    @property
+    def matchable(self) -> int:
+        """Number of blocks that are matchable in every tree."""
+        return self._quorum if len(self._trees) > 1 else sum(tree.matchable for tree in self._trees)
+
+    def keys(self) -> Iterator[int]:
+        """Yield the 64-bit keys of all blocks that are matchable in every tree."""
+        if len(self._trees) > 1:
+            return (key for key, n in self._holders.items() if n == len(self._trees))
+        return (key for tree in self._trees for key in tree.keys())  # noqa: SIM118 - a tree is no dict
+
+    def take_changes(self) -> Changes:
+        """Return and forget the keys that became, and ceased to be, matchable in every tree since the last call."""
+        changes, self._changes = self._changes, Changes(set(), set())
+        return changes
+
+    def add(self, tree: RadixTree) -> None:
+        """Add an empty tree."""
+        self.collect()
+        if self._trees:
+            # A prefix now needs one holder more, and nothing stored before has it yet.
+            for key in self.keys():
+                self._changes.lose(key)
+            for other in self._trees:
+                other.touch_all()
+        if len(self._trees) == 1:
+            self._holders = dict.fromkeys(self._trees[0].keys(), 1)
+        tree.watch_anchors(self._watched)
+        self._trees.append(tree)
+        self._quorum = 0
+
+    def drop(self) -> None:
+        """Forget all trees. They have been cleared."""
+        self._touched = self.take_touched()
+        self._trees.clear()
+
+    def collect(self) -> None:
+        """Gather what changed in the trees: as it is for one, by quorum for several."""
+        for tree in self._trees:
+            changes = tree.take_changes()
+            if len(self._trees) == 1:
+                for key in changes.removed:
+                    self._changes.lose(key)
+                for key in changes.added:
+                    self._changes.gain(key)
+                continue
+            needed = len(self._trees)
+            for key in changes.removed:
+                if self._holders[key] == needed:
+                    self._changes.lose(key)
+                    self._quorum -= 1
+                self._holders[key] -= 1
+                if not self._holders[key]:
+                    del self._holders[key]
+            for key in changes.added:
+                self._holders[key] = self._holders.get(key, 0) + 1
+                if self._holders[key] == needed:
+                    self._changes.gain(key)
+                    self._quorum += 1
+
+    # --- anchors -------------------------------------------------------------------------------------------
+
+    def end_request(self, chain: TokenChain) -> None:
+        """Make the last block of a prompt an anchor while it is here, if the whole prompt is matchable. O(trees)."""
+        for tree in self._trees:
+            tree.end_request(chain)
+
+    def ends(self) -> int:
+        """Return how many blocks end an edge's run or a request, in the tree that has most. O(edges + ends)."""
+        return max((tree.ends() for tree in self._trees), default=0)
+
+    def anchors(self, every: int) -> Iterator[int]:
+        """Yield the keys of the anchors of stride `every`. O(blocks)."""
+        if len(self._trees) > 1:
+            anchors = {key for tree in self._trees for key in tree.anchors(every)}
+            return (key for key in anchors if self._holders[key] == len(self._trees))
+        return (key for tree in self._trees for key in tree.anchors(every))
+
+    def is_anchor(self, key: int, depth: int, every: int) -> bool:
+        """Whether the block (key, depth) is an anchor of stride `every`. O(1)."""
+        if len(self._trees) > 1 and self._holders.get(key) != len(self._trees):
+            return False
+        return any(tree.is_anchor(key, depth, every) for tree in self._trees)
+
+    def watch_anchors(self, on: bool) -> None:
+        """Begin or cease to note touched blocks. What is there already is not touched by that."""
+        self._watched = on
+        if not on:
+            self._touched = {}
+        for tree in self._trees:
+            tree.watch_anchors(on)
+
+    def take_touched(self) -> dict[int, int]:
+        """Return and forget the blocks (key -> depth) that may have become, or ceased to be, anchors."""
+        touched, self._touched = self._touched, {}
+        for tree in self._trees:
+            touched = touched | tree.take_touched() if touched else tree.take_touched()
+        return touched
+
+    def _check(self) -> None:
+        """Assert every invariant, the trees' included. O(blocks)."""
+        for tree in self._trees:
+            tree._check()
+        if len(self._trees) > 1:
+            assert self._quorum == sum(1 for _ in self.keys())
+            held = [set(tree.keys()) for tree in self._trees]
+            assert set(self.keys()) == set.intersection(*held)

@@ -1,0 +1,127 @@
+"""Updates arrive: judged by the acceptance table, decoded, put together, applied, and verified.
+
+Rules:
+1. Nothing is decoded before the table says that it applies, and nothing is kept beyond `max_keys` an endpoint.
+2. A copy after a change has the checksum that its owner stated, or it is discarded.
+3. What arrives never raises: it is counted, and an event tells.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from .codec import Keys
+from .copies import Copy, owner_of
+from .digest import Update
+from .errors import DecodeError
+from .events import ReplicaChanged
+from .members import Members
+from .replica import NO_KEYS, Change, Verdict, judge
+from .tempo import GossipSettings, Tempo
+from .transfer import EVERYTHING, Assembly, decode_keys
+
+STALLED_S = 1.0
+"""A transfer without a part for so long gives way to another one."""
+
+
+class Intake:
+    """Takes updates into the copies of `members`. `reject(source, kind, reason)` tells what could not be used."""
+
+    def __init__(
+        self,
+        members: Members,
+        settings: GossipSettings,
+        tempo: Tempo,
+        emit: Callable[[ReplicaChanged], None],
+        reject: Callable[[object, str, str], None],
+        counters: Counter[str],
+        on_update: Callable[[str, Iterable[int], Iterable[int]], None],
+    ) -> None:
+        self._members = members
+        self._max_keys = settings.max_keys
+        self._tempo = tempo
+        self._emit = emit
+        self._reject = reject
+        self._counters = counters
+        self._on_update = on_update
+
+    def take(self, update: Update, now: float) -> None:
+        """Take one update. O(its keys), and O(keys held) copied bytes when it completes a change."""
+        copy = self._members.copies.get(update.endpoint)
+        if copy is None or copy.mine:
+            self._counters["updates_unasked"] += 1
+            return
+        verdict = judge(copy.held, update.incarnation, update.since, update.version)
+        self._counters[_COUNTERS[verdict]] += 1
+        if verdict not in (Verdict.APPLY, Verdict.REPLACE):
+            return
+        held = copy.keys.keys if verdict is Verdict.APPLY else NO_KEYS
+        try:
+            added, removed = decode_keys(update, held)
+        except DecodeError as error:
+            self._reject(update.endpoint, error.kind, str(error))
+            if verdict is Verdict.APPLY:
+                # Ranks that fit no key here mean that this is not the set that the change was made from.
+                self._members.discard(copy, now)
+            return
+        change = self._assemble(copy, update, added, removed, len(held), now)
+        if change is None:
+            return
+        copy.url, copy.contact = update.url or copy.url, update.contact or copy.contact
+        self._members.learn_peer(owner_of(copy.endpoint), copy.contact, now)
+        self._members.touched.add(copy.endpoint)
+        self._tempo.stir(now)
+        self._apply(copy, update.incarnation, change, verdict, now)
+
+    def _assemble(self, copy: Copy, update: Update, added: Keys, removed: Keys, held: int, now: float) -> Change | None:
+        """Return the whole change if this part completes it. A transfer under way keeps its place until it stalls."""
+        a = copy.assembly
+        if a is not None and not a.is_of(update) and now - a.touched_at < STALLED_S and not update.whole:
+            older = a.incarnation < update.incarnation or a.since not in (0, copy.keys.version)
+            if not older:
+                self._counters["parts_of_another_transfer"] += 1
+                return None
+        if a is None or not a.is_of(update):
+            a = Assembly(update, now)
+        if held + a.n_keys + len(added) > self._max_keys:
+            copy.assembly = None
+            self._reject(update.endpoint, "too_many_keys", f"more than {self._max_keys} keys of one endpoint")
+            return None
+        if update.whole:
+            copy.assembly = None
+            return Change(update.since, update.version, added, removed, update.checksum, update.every)
+        copy.assembly = a
+        self._tempo.stir(now)
+        (whole,) = EVERYTHING
+        change = a.offer(update.lower, update.upper or whole[1], added, removed, now)
+        if change is not None:
+            copy.assembly = None
+        return change
+
+    def _apply(self, copy: Copy, incarnation: int, change: Change, verdict: Verdict, now: float) -> None:
+        before = copy.keys.keys
+        if verdict is Verdict.APPLY:
+            if not copy.keys.fits(change.added, change.removed):
+                self._members.discard(copy, now)
+                return
+            copy.keys.advance(change.version, change.added, change.removed, change.every)
+            gained, lost = change.added, change.removed
+        else:
+            copy.keys.replace(change.version, change.added, change.every)
+            gained = np.setdiff1d(change.added, before, assume_unique=True)
+            lost = np.setdiff1d(before, change.added, assume_unique=True)
+            if incarnation != copy.incarnation:
+                copy.incarnation, copy.heartbeat, copy.revision = incarnation, 0, 0
+            self._emit(ReplicaChanged(copy.endpoint, "replaced"))
+        if copy.keys.checksum != change.checksum:
+            # What the index has of it is what was held before.
+            copy.keys.replace(copy.keys.version, before)
+            self._members.discard(copy, now)
+            return
+        self._on_update(copy.endpoint, gained.tolist(), lost.tolist())
+
+
+_COUNTERS = {verdict: f"updates_{verdict.value.replace(' ', '_')}" for verdict in Verdict}
