@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Hashable
+from ipaddress import ip_address
 from types import TracebackType
 from typing import Protocol
 
@@ -41,7 +42,7 @@ class Transport(Protocol):
 
 
 class UdpTransport:
-    """Datagrams over UDP. Addresses are (host, port)."""
+    """Datagrams over UDP. Addresses are (host, port), or "host:port" as peers give their contact."""
 
     def __init__(self, endpoint: asyncio.DatagramTransport, inbox: asyncio.Queue[tuple[bytes, Hashable]]) -> None:
         self._endpoint = endpoint
@@ -62,7 +63,12 @@ class UdpTransport:
         return host, port
 
     async def send(self, address: Hashable, data: bytes) -> None:
-        """Hand one datagram to the kernel. Raises `UsageError` for an address that is no (host, port)."""
+        """Hand one datagram to the kernel.
+
+        Raises `UsageError` for an address of another form, and `OSError` for a text that is no numeric "host:port".
+        """
+        if isinstance(address, str):
+            address = _parse_contact(address)
         if not isinstance(address, tuple):
             raise UsageError(f"a UDP address is (host, port), not {address!r}")
         self._endpoint.sendto(data, address)
@@ -74,6 +80,20 @@ class UdpTransport:
     async def close(self) -> None:
         """Close the socket."""
         self._endpoint.close()
+
+
+def _parse_contact(contact: str) -> tuple[str, int]:
+    """Read "host:port". It came from a peer, so what is wrong with it is no mistake of the caller's."""
+    host, _, port = contact.rpartition(":")
+    host = host.strip("[]")
+    try:
+        # A name would be looked up, and that would block the event loop.
+        ip_address(host)
+        if 0 < int(port) < 65536:
+            return host, int(port)
+    except ValueError:
+        pass
+    raise OSError(f"{contact!r} is no numeric host:port")
 
 
 class _Inbox(asyncio.DatagramProtocol):
@@ -148,8 +168,12 @@ class Driver:
     async def _receive(self) -> None:
         while True:
             data, source = await self.transport.receive()
+            due_at = self.node.next_timer()
             self.node.receive_datagram(data, source, self.now())
             await self._flush()
+            if self.node.next_timer() < due_at:
+                # What came ended a quiet time: the next exchange is due earlier.
+                self._wake.set()
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()

@@ -91,7 +91,9 @@ MESSAGES: dict[str, tuple[Kind, Message]] = {
     ),
     "syn_ack_delta": (
         Kind.SYN_ACK,
-        Message("b", 0, 2**40, False, None, [VectorEntry("b/1", LIFE, 901, 79, mark(1, 5, 2**47), 0, 32, LOAD)], [DELTA]),
+        Message(
+            "b", 0, 2**40, False, None, [VectorEntry("b/1", LIFE, 901, 79, mark(1, 5, 2**47), 0, 32, LOAD)], [DELTA]
+        ),
     ),
     "ack_snapshot": (Kind.ACK, Message("a", updates=[SNAPSHOT])),
     "ack_snapshot_part": (Kind.ACK, Message("b", updates=[SNAPSHOT_PART])),
