@@ -276,8 +276,9 @@ class Gossip:
             lacks_keys = copy.keys.version and copy.held > held
             lacks_load = copy.loaded > loaded
             if lacks_keys and not copy.suspected and owner_of(copy.endpoint) != peer.node:
-                change, ranges = owed(copy.keys, copy.incarnation, entry)
-                debts.append(Debt(copy.endpoint, copy.incarnation, change, ranges, copy.url, copy.contact))
+                due = owed(copy.keys, copy.incarnation, entry, now)
+                if due is not None:
+                    debts.append(Debt(copy.endpoint, copy.incarnation, *due, copy.url, copy.contact))
             ahead = lacks_keys or lacks_load or copy.beat > (entry.incarnation, entry.heartbeat)
             behind = held > copy.held or loaded > copy.loaded
             if lacks_load or (kind is Kind.SYN and (ahead or behind)):

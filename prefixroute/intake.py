@@ -102,20 +102,22 @@ class Intake:
         return change
 
     def _apply(self, copy: Copy, incarnation: int, change: Change, verdict: Verdict, now: float) -> None:
-        before = copy.keys.keys
-        if verdict is Verdict.APPLY:
-            if not copy.keys.fits(change.added, change.removed):
-                self._members.discard(copy, now)
-                return
-            copy.keys.advance(change.version, change.added, change.removed, change.every)
-            gained, lost = change.added, change.removed
-        else:
-            copy.keys.replace(change.version, change.added, change.every)
+        keys, before = copy.keys, copy.keys.keys
+        gained, lost = change.added, change.removed
+        if verdict is Verdict.REPLACE:
             gained = np.setdiff1d(change.added, before, assume_unique=True)
             lost = np.setdiff1d(before, change.added, assume_unique=True)
+        elif not keys.fits(gained, lost):
+            self._members.discard(copy, now)
+            return
+        if verdict is Verdict.REPLACE and (incarnation != copy.incarnation or not keys.version):
+            keys.replace(change.version, change.added, change.every, now)
             if incarnation != copy.incarnation:
                 copy.incarnation, copy.heartbeat, copy.revision = incarnation, 0, 0
             self._emit(ReplicaChanged(copy.endpoint, "replaced"))
+        else:
+            # A snapshot of the same life is a step too: without it this node could pass on nothing but snapshots.
+            keys.advance(change.version, gained, lost, change.every, now)
         if copy.keys.checksum != change.checksum:
             # What the index has of it is what was held before.
             copy.keys.replace(copy.keys.version, before)

@@ -155,6 +155,7 @@ class _Step(NamedTuple):
     removed: Keys
     checksum: int
     every: int
+    at: float
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +169,7 @@ class WriterSet:
     an older state is frozen for a transfer, and `LOG_BYTES` for the log.
     """
 
-    __slots__ = ("_changes", "_checksum", "_frozen", "_log", "_log_bytes", "every", "keys", "version")
+    __slots__ = ("_begun_at", "_changes", "_checksum", "_frozen", "_log", "_log_bytes", "every", "keys", "version")
 
     def __init__(self) -> None:
         self.keys: Keys = NO_KEYS
@@ -176,6 +177,7 @@ class WriterSet:
         self.every = 1
         """The anchor stride at which the owner published the keys."""
         self._checksum = 0
+        self._begun_at = float("-inf")
         self._log: deque[_Step] = deque()
         self._log_bytes = 0
         self._frozen: Change | None = None
@@ -194,7 +196,7 @@ class WriterSet:
         """Checksum of the keys, kept up to date in O(change)."""
         return self._checksum
 
-    def advance(self, version: int, added: Keys, removed: Keys, every: int = 1) -> None:
+    def advance(self, version: int, added: Keys, removed: Keys, every: int = 1, now: float = 0.0) -> None:
         """Apply a net change that leads to `version`. O(n) copied bytes."""
         keys = self.keys
         if len(removed):
@@ -203,7 +205,7 @@ class WriterSet:
         if len(added):
             keys = np.insert(keys, np.searchsorted(keys, added), added)
         self._checksum = (self._checksum + checksum(added) - checksum(removed)) % 2**64
-        step = _Step(self.version, version, added, removed, self._checksum, every)
+        step = _Step(self.version, version, added, removed, self._checksum, every, now)
         self.keys, self.version, self.every = keys, version, every
         self._changes.clear()
         self._log.append(step)
@@ -223,8 +225,9 @@ class WriterSet:
         found[inside] = self.keys[at[inside]] == keys[inside]
         return found
 
-    def replace(self, version: int, keys: Keys, every: int = 1) -> None:
+    def replace(self, version: int, keys: Keys, every: int = 1, now: float = 0.0) -> None:
         """Become `keys` at `version`, with an empty log."""
+        self._begun_at = now
         self.keys, self.version, self.every, self._checksum = keys, version, every, checksum(keys)
         self._log.clear()
         self._changes.clear()
@@ -241,6 +244,16 @@ class WriterSet:
                 del self._changes[next(iter(self._changes))]
             self._changes[since, until] = self._change(since, until)
         return self._changes[since, until]
+
+    def skipped(self, version: int) -> float:
+        """Return when this copy went past `version` without being at it; -inf when it was there or cannot know.
+
+        From a copy that skipped it there is no delta since `version`, but others were there.
+        """
+        if not self._log or version < self._log[0].since:
+            return self._begun_at
+        step = next((step for step in self._log if step.since < version < step.version), None)
+        return step.at if step is not None else float("-inf")
 
     def _change(self, since: int, until: int) -> Change | None:
         steps = self._steps(since, until)
@@ -334,7 +347,7 @@ class OwnedSet(WriterSet):
         pending = self._pending
         if not pending.added and not pending.removed:
             return False
-        self.advance(self.version + 1, _sorted(pending.added), _sorted(pending.removed))
+        self.advance(self.version + 1, _sorted(pending.added), _sorted(pending.removed), now=now)
         self._pending, self._published_at = Changes(set(), set()), now
         return True
 

@@ -29,6 +29,9 @@ UPDATE_OVERHEAD_BYTES = 80
 LEAST_KEY_BYTES = 128
 """No part is cut smaller than this many bytes of keys: it would be all frame."""
 
+SKIPPED_S = 1.0
+"""For so long after it skipped a version, a copy leaves those that are at it to others."""
+
 EVERYTHING = ((0, KEY_LIMIT),)
 
 
@@ -48,23 +51,34 @@ class Debt(NamedTuple):
         return self.change.version - self.change.since
 
 
-def owed(keys: WriterSet, incarnation: int, entry: VectorEntry) -> tuple[Change, tuple[tuple[int, int], ...]]:
-    """Return what brings the sender of `entry` up to date, and the ranges of it.
+class Owed(NamedTuple):
+    """A change that brings a receiver up to date, and the ranges of it that are owed."""
+
+    change: Change
+    ranges: tuple[tuple[int, int], ...] = EVERYTHING
+
+
+def owed(keys: WriterSet, incarnation: int, entry: VectorEntry, now: float) -> Owed | None:
+    """Return what brings the sender of `entry` up to date, or None when others can do it better.
 
     That is the rest of a transfer it has begun, if its versions can still be served; else a delta, or a snapshot where
-    the log does not reach or the delta is larger.
+    the log does not reach or the delta is larger. But a copy that skipped the receiver's version only just now sends no
+    snapshot: a delta of a few bytes is under way from those that did not. Without this rule, two thirds of the bytes of
+    64 nodes were snapshots.
     """
     same_life = entry.incarnation == incarnation
     want = entry.want
     if want is not None and want.incarnation == incarnation:
         begun = keys.snapshot() if want.since == 0 else keys.change(want.since, want.version)
         if begun is not None and begun.version == want.version:
-            return begun, tuple(want.missing)
+            return Owed(begun, tuple(want.missing))
     if same_life and entry.version:
         delta = keys.change(entry.version, keys.version)
         if delta is not None and size_bytes(delta) <= encoded_bytes(KEY_LIMIT, len(keys)):
-            return delta, EVERYTHING
-    return keys.snapshot(entry.version if same_life else 0), EVERYTHING
+            return Owed(delta)
+        if delta is None and now - keys.skipped(entry.version) < SKIPPED_S:
+            return None
+    return Owed(keys.snapshot(entry.version if same_life else 0))
 
 
 def size_bytes(change: Change) -> int:

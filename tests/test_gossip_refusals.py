@@ -15,8 +15,10 @@ from network import DOMAIN, Network, copies, fleet, only, pair
 from wire_values import loads, percent
 
 from prefixroute import DatagramRejected, Domain, DomainMismatch, Node, NodeSettings, ReplicaChanged
+from prefixroute.codec import Keys, encode_sorted
 from prefixroute.digest import (
     KEY_LIMIT,
+    LAST_BEAT,
     Kind,
     Message,
     Update,
@@ -26,7 +28,6 @@ from prefixroute.digest import (
     decode,
     encode,
     encode_part,
-    pack_keys,
 )
 
 SECRET = DOMAIN.secret
@@ -39,11 +40,17 @@ def sent_by(sender: str, kind: Kind, domain: Domain = DOMAIN, **fields: Any) -> 
     return encode(kind, domain.fingerprint, domain.secret, head, *parts)
 
 
-def update_of(endpoint: str, incarnation: int, since: int, version: int, *keys: int, **other: Any) -> Update:
-    """A whole snapshot or delta that adds `keys`, with their checksum unless `other` says otherwise."""
-    array = np.array(keys, np.uint64)
-    fields = {"checksum": checksum(array), "lower": 0, "upper": KEY_LIMIT, "added": pack_keys(array), "removed": b""}
-    return Update(endpoint, incarnation, since, version, **(fields | other))
+def array(*values: int) -> Keys:
+    return np.array(sorted(values), np.uint64)
+
+
+def update_of(
+    endpoint: str, incarnation: int, since: int, version: int, *keys: int, lower: int = 0, upper: int = 0, **other: Any
+) -> Update:
+    """A snapshot or delta that adds `keys`, with their checksum unless `other` says otherwise."""
+    added = encode_sorted(array(*keys) - np.uint64(lower), (upper or KEY_LIMIT) - lower)
+    fields = {"checksum": checksum(array(*keys)), "every": 1, "added": added, "removed": b""}
+    return Update(endpoint, incarnation, since, version, lower=lower, upper=upper, **(fields | other))
 
 
 # --- who is refused ----------------------------------------------------------------------------------------
@@ -159,9 +166,18 @@ def test_bad_bytes_are_counted_and_told(change: Callable[[bytes], bytes], counte
 # --- what a peer may say -----------------------------------------------------------------------------------
 
 
-def test_an_update_with_keys_out_of_order_is_refused_and_the_rest_of_the_message_taken() -> None:
+@pytest.mark.parametrize(
+    "bad",
+    [
+        update_of("a/0", 1, 0, 2, added=b"\1\0\0"),
+        update_of("a/0", 1, 0, 2, 3, removed=encode_sorted(array(0), 1)),
+        update_of("a/0", 1, 0, 2, lower=9, upper=9, added=b""),
+        update_of("a/0", 1, 0, 2, lower=9, upper=3, added=b""),
+        update_of("a/0", 1, 0, 2, lower=5, upper=9, added=encode_sorted(array(4), 5)),
+    ],
+)
+def test_an_update_with_keys_that_cannot_be_is_refused_and_the_rest_of_the_message_taken(bad: Update) -> None:
     _, b = pair()
-    bad = update_of("a/0", 1, 0, 2, 9, 3)
     vector = [VectorEntry("a/0", 1, 1, 2), VectorEntry("c/0", 1, 1, 2)]
     b.receive_datagram(
         sent_by("a", Kind.ACK, vector=vector, updates=[bad, update_of("c/0", 1, 0, 2, 3, 9)]), "at a", 0.0
@@ -171,17 +187,47 @@ def test_an_update_with_keys_out_of_order_is_refused_and_the_rest_of_the_message
     b._check()
 
 
-@pytest.mark.parametrize(("added", "removed"), [((), (4,)), ((), (99,)), ((3,), ()), ((3, 99), (9,))])
-def test_a_delta_that_does_not_fit_what_is_held_discards_the_copy(
-    added: tuple[int, ...], removed: tuple[int, ...]
-) -> None:
+def holder_of(*keys: int) -> Node:
+    """A node that holds version 2 of "a/0" and has heard of version 3."""
     _, b = pair()
     vector = [VectorEntry("a/0", 1, 1, 3)]
-    b.receive_datagram(sent_by("a", Kind.ACK, vector=vector, updates=[update_of("a/0", 1, 0, 2, 3, 9)]), "at a", 0.0)
+    b.receive_datagram(sent_by("a", Kind.ACK, vector=vector, updates=[update_of("a/0", 1, 0, 2, *keys)]), "at a", 0.0)
     assert copies(b)["a/0"].held == (1, 2)
-    bad = update_of("a/0", 1, 2, 3, *added, removed=pack_keys(np.array(removed, np.uint64)))
+    return b
+
+
+@pytest.mark.parametrize(
+    ("added", "ranks", "after"),
+    [((3,), (), (3, 9)), ((3, 99), (1,), (3, 99)), ((), (0,), (3,)), ((4,), (), (3, 9)), ((), (0, 1), (3,))],
+)
+def test_a_delta_that_does_not_fit_what_is_held_discards_the_copy(
+    added: tuple[int, ...], ranks: tuple[int, ...], after: tuple[int, ...]
+) -> None:
+    b = holder_of(3, 9)
+    bad = update_of("a/0", 1, 2, 3, *added, removed=encode_sorted(array(*ranks), 2), checksum=checksum(array(*after)))
     b.receive_datagram(sent_by("a", Kind.ACK, updates=[bad]), "at a", 0.0)
     assert (copies(b)["a/0"].held, b.counters["checksum_mismatches"]) == ((1, 0), 1)
+    assert len(copies(b)["a/0"].keys) == 0
+    b._check()
+
+
+def test_a_delta_that_fits_is_applied_and_a_snapshot_that_does_not_sum_up_is_discarded() -> None:
+    b = holder_of(3, 9)
+    good = update_of("a/0", 1, 2, 3, 99, removed=encode_sorted(array(0), 2), checksum=checksum(array(9, 99)), every=8)
+    b.receive_datagram(sent_by("a", Kind.ACK, updates=[good]), "at a", 0.0)
+    digest = b.digests()["a/0"]
+    assert (digest.version, digest.every, digest.keys.tolist()) == (3, 8, [9, 99])
+    b.receive_datagram(sent_by("a", Kind.ACK, updates=[update_of("a/0", 1, 0, 4, 7, checksum=1)]), "at a", 0.0)
+    assert (copies(b)["a/0"].held, b.counters["checksum_mismatches"]) == ((1, 0), 1)
+    b._check()
+
+
+def test_ranks_beyond_what_is_held_change_nothing() -> None:
+    b = holder_of(3, 9)
+    bad = update_of("a/0", 1, 2, 3, removed=encode_sorted(array(2), 3))
+    b.receive_datagram(sent_by("a", Kind.ACK, updates=[bad]), "at a", 0.0)
+    assert [event.kind for event in told(b, DatagramRejected)] == ["keys"]
+    assert (copies(b)["a/0"].held, copies(b)["a/0"].keys.tolist()) == ((1, 2), [3, 9])
     b._check()
 
 
@@ -191,7 +237,7 @@ def test_a_transfer_that_was_overtaken_is_no_longer_wanted() -> None:
     b.receive_datagram(sent_by("a", Kind.ACK, vector=vector, updates=[part]), "at a", 0.0)
     b.handle_timer(0.0)
     (entry,) = decode(only(b, 0.0), SECRET).message.vector
-    assert (entry.version, entry.want) == (0, Want(1, 0, 5, 100))
+    assert (entry.version, entry.want) == (0, Want(1, 0, 5, [(100, KEY_LIMIT)]))
     b.receive_datagram(sent_by("a", Kind.ACK, updates=[update_of("a/0", 1, 0, 9, 3, 9)]), "at a", 0.5)
     b.handle_timer(1.0)
     (entry,) = decode(only(b, 1.0), SECRET).message.vector
@@ -207,7 +253,7 @@ def test_a_transfer_gives_way_to_another_only_when_it_stalls_or_a_new_life_begin
         b.receive_datagram(sent_by("a", Kind.ACK, vector=vector, updates=[part]), "at a", now)
         assembly = copies(b)["a/0"].assembly
         assert assembly is not None
-        return assembly.incarnation, assembly.version, assembly.cursor
+        return assembly.incarnation, assembly.version, assembly.missing()[0][0]
 
     assert wanted(0.0, 1, 5, 0, 10) == (1, 5, 10)
     assert wanted(0.9, 1, 6, 0, 20) == (1, 5, 10)
@@ -250,7 +296,9 @@ def test_an_endpoint_of_ones_own_former_life_is_not_learnt() -> None:
 
 def test_hearsay_older_than_memory_is_not_learnt_and_old_hearsay_is_suspected() -> None:
     a, _ = pair()
-    vector = [VectorEntry(f"{name}/0", 1, 5, 3, age_ms) for name, age_ms in (("c", 60001), ("d", 59999), ("e", 1999))]
+    vector = [
+        VectorEntry(f"{name}/0", 1, 5, 3, age_ms=age_ms) for name, age_ms in (("c", 60001), ("d", 59999), ("e", 1999))
+    ]
     a.receive_datagram(sent_by("b", Kind.ACK, vector=vector), "at b", 100.0)
     assert {endpoint: copy.suspected for endpoint, copy in copies(a).items()} == {
         "a/0": False,
@@ -283,19 +331,39 @@ def test_the_last_incarnation_can_be_met_and_the_node_still_speaks() -> None:
 
 names = st.sampled_from(["a/0", "b/0", "b/1", "c/0", "d"])
 small = st.integers(1, 3)
+universes = st.sampled_from([KEY_LIMIT, KEY_LIMIT, KEY_LIMIT - 15, 3, 15])
 key_sets = st.lists(st.integers(0, 30), max_size=6, unique=True).map(sorted)
+limits = st.integers(0, 40) | st.just(KEY_LIMIT)
+wants = st.builds(Want, small, st.integers(0, 3), small, st.lists(st.tuples(limits, limits), min_size=1, max_size=3))
 vector_entries = st.builds(
     VectorEntry,
-    *(names, small, st.integers(0, 3), st.integers(0, 3), st.sampled_from([0, 5, 70000])),
-    *(st.none() | loads, st.none() | st.builds(Want, small, st.integers(0, 3), small, st.integers(0, 40))),
+    *(names, small, st.integers(0, 3) | st.just(LAST_BEAT), st.integers(0, 3), st.sampled_from([0, 1, 2**16 - 1])),
+    *(st.sampled_from([0, 5, 70000]), st.integers(0, 3), st.none() | loads, st.none() | wants),
 )
+
+
+def crafted_update(
+    endpoint: str,
+    life: int,
+    versions: tuple[int, int],
+    added: list[int],
+    ranks: list[int],
+    lower: int,
+    ends: tuple[int, int, int],
+) -> Update:
+    """An update of codes that are right for some universe, which need not be the receiver's."""
+    upper, universe, sum_of = ends
+    codes = [
+        encode_sorted(array(*values), max([universe, *(value + 1 for value in values)])) for values in (added, ranks)
+    ]
+    right = checksum(array(*(key + lower for key in added)))
+    return Update(endpoint, life, *versions, right if sum_of else 7, 1 + sum_of, lower, upper, *codes)
+
+
 crafted_updates = st.builds(
-    lambda endpoint, life, since, version, added, removed, lower, upper, right: Update(
-        *(endpoint, life, since, version, checksum(np.array(added, np.uint64)) if right else 7),
-        *(lower, upper, pack_keys(np.array(added, np.uint64)), pack_keys(np.array(removed, np.uint64))),
-    ),
-    *(names, small, st.integers(0, 3), small, key_sets, key_sets),
-    *(st.sampled_from([0, 0, 0, 15]), st.sampled_from([KEY_LIMIT, KEY_LIMIT, KEY_LIMIT, 15]), st.booleans()),
+    crafted_update,
+    *(names, small, st.tuples(st.integers(0, 3), small), key_sets, st.just([]) | key_sets),
+    *(st.sampled_from([0, 0, 0, 15]), st.tuples(st.sampled_from([0, 0, KEY_LIMIT, 15]), universes, st.integers(0, 3))),
 )
 crafted = st.builds(
     lambda kind, complete, vector, updates: sent_by("b", kind, complete=complete, vector=vector, updates=updates),
