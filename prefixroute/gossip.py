@@ -276,9 +276,9 @@ class Gossip:
             lacks_keys = copy.keys.version and copy.held > held
             lacks_load = copy.loaded > loaded
             if lacks_keys and not copy.suspected and owner_of(copy.endpoint) != peer.node:
+                lag = copy.keys.version - (entry.version if entry.incarnation == copy.incarnation else 0)
                 due = owed(copy.keys, copy.incarnation, entry, now)
-                if due is not None:
-                    debts.append(Debt(copy.endpoint, copy.incarnation, *due, copy.url, copy.contact))
+                debts += (Debt(copy.endpoint, copy.incarnation, *o, copy.url, copy.contact, lag) for o in due)
             ahead = lacks_keys or lacks_load or copy.beat > (entry.incarnation, entry.heartbeat)
             behind = held > copy.held or loaded > copy.loaded
             if lacks_load or (kind is Kind.SYN and (ahead or behind)):
@@ -289,7 +289,7 @@ class Gossip:
                 news.append(left.entry(endpoint, now))
         # What the peer does not know at all goes first: an update of it would be dropped.
         news.sort(key=lambda entry: entry.endpoint in theirs)
-        debts.sort(key=lambda debt: debt.staleness, reverse=True)
+        debts.sort(key=lambda debt: debt.lag, reverse=True)
         if kind is Kind.SYN:
             self._send(peer, Kind.SYN_ACK, message.nonce, news, debts)
         elif debts or news:

@@ -19,6 +19,7 @@ Memory: 96 bytes a distinct key while masks are shared, 194 at most with 1,024 e
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from .anchors import ANCHOR_STRIDES
@@ -276,6 +277,8 @@ class MergedIndex:
         """Assert that the index holds exactly `expected` (endpoint -> wire keys)."""
         assert set(self._bits) == set(expected)
         assert {bit: name for name, bit in self._bits.items()} == self._names
+        assert self._coarse == sum(mask for _, mask in self._strides) and not self._coarse & ~sum(self._names)
+        assert all(a[0] > b[0] and not a[1] & b[1] for a, b in pairwise(self._strides))
         found: dict[str, set[int]] = {name: set() for name in self._bits}
         for key, mask in self._masks.items():
             assert mask, "an unheld key is dropped"

@@ -15,13 +15,13 @@ import numpy as np
 
 from .codec import Keys
 from .copies import Copy, owner_of
-from .digest import Update
+from .digest import KEY_LIMIT, Update
 from .errors import DecodeError
 from .events import ReplicaChanged
 from .members import Members
 from .replica import NO_KEYS, Change, Verdict, judge
 from .tempo import GossipSettings, Tempo
-from .transfer import EVERYTHING, Assembly, decode_keys
+from .transfer import Assembly, decode_keys
 
 STALLED_S = 1.0
 """A transfer without a part for so long gives way to another one."""
@@ -67,8 +67,11 @@ class Intake:
                 # Ranks that fit no key here mean that this is not the set that the change was made from.
                 self._members.discard(copy, now)
             return
-        change = self._assemble(copy, update, added, removed, len(held), now)
+        change = self._assemble(copy, update, added, removed, now)
         if change is None:
+            return
+        if len(held) + len(change.added) - len(change.removed) > self._max_keys:
+            self._reject(update.endpoint, "too_many_keys", f"more than {self._max_keys} keys of one endpoint")
             return
         copy.url, copy.contact = update.url or copy.url, update.contact or copy.contact
         self._members.learn_peer(owner_of(copy.endpoint), copy.contact, now)
@@ -76,28 +79,23 @@ class Intake:
         self._tempo.stir(now)
         self._apply(copy, update.incarnation, change, verdict, now)
 
-    def _assemble(self, copy: Copy, update: Update, added: Keys, removed: Keys, held: int, now: float) -> Change | None:
+    def _assemble(self, copy: Copy, update: Update, added: Keys, removed: Keys, now: float) -> Change | None:
         """Return the whole change if this part completes it. A transfer under way keeps its place until it stalls."""
+        if update.whole:
+            codes = [(update.added, update.removed)]
+            return Change(update.since, update.version, added, removed, update.checksum, update.every, codes=codes)
         a = copy.assembly
-        if a is not None and not a.is_of(update) and now - a.touched_at < STALLED_S and not update.whole:
-            older = a.incarnation < update.incarnation or a.since not in (0, copy.keys.version)
-            if not older:
+        if a is not None and not a.is_of(update):
+            if a.incarnation >= update.incarnation and now - a.touched_at < STALLED_S:
                 self._counters["parts_of_another_transfer"] += 1
                 return None
-        if a is None or not a.is_of(update):
+            a = None
+        if a is None:
             a = Assembly(update, now)
-        if held + a.n_keys + len(added) > self._max_keys:
-            copy.assembly = None
-            self._reject(update.endpoint, "too_many_keys", f"more than {self._max_keys} keys of one endpoint")
-            return None
-        if update.whole:
-            copy.assembly = None
-            return Change(update.since, update.version, added, removed, update.checksum, update.every)
         copy.assembly = a
         self._tempo.stir(now)
-        (whole,) = EVERYTHING
-        change = a.offer(update.lower, update.upper or whole[1], added, removed, now)
-        if change is not None:
+        change = a.offer(update.lower, update.upper or KEY_LIMIT, added, removed, now)
+        if change is not None or a.size > 2 * self._max_keys:
             copy.assembly = None
         return change
 
@@ -117,7 +115,11 @@ class Intake:
             self._emit(ReplicaChanged(copy.endpoint, "replaced"))
         else:
             # A snapshot of the same life is a step too: without it this node could pass on nothing but snapshots.
-            keys.advance(change.version, gained, lost, change.every, now)
+            codes = change.codes[0] if change.codes and verdict is Verdict.APPLY else None
+            keys.advance(change.version, gained, lost, change.every, now, codes)
+        a = copy.assembly
+        if a is not None and (a.version <= change.version or a.since not in (0, change.version)):
+            copy.assembly = None
         if copy.keys.checksum != change.checksum:
             # What the index has of it is what was held before.
             copy.keys.replace(copy.keys.version, before)

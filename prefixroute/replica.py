@@ -22,7 +22,7 @@ copy is discarded and a snapshot wanted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
@@ -41,11 +41,13 @@ LOG_BYTES = 256 * 1024
 STEP_BYTES = 256
 """What a step of the log costs beside its keys: two array headers, a tuple and its numbers."""
 
-MAX_CHANGES = 8
-"""Net changes that a set keeps for its receivers: most are one or two versions behind."""
+MAX_CHANGES = 16
+"""Changes that a set keeps for its receivers: most are one or two versions behind."""
 
 NO_KEYS: Keys = np.empty(0, np.uint64)
 Ranks: TypeAlias = NDArray[np.int64]
+Codes: TypeAlias = tuple[bytes, bytes]
+"""Added keys and ranks of removed ones, as they travel."""
 
 
 class Life(Enum):
@@ -128,14 +130,12 @@ class Base(NamedTuple):
         )
         return ranks
 
-    def __len__(self) -> int:
-        return len(self.keys) - len(self.added) + len(self.removed)
-
 
 class Change(NamedTuple):
     """The net difference of a set between two versions; checksum and anchor stride are those at the later one.
 
-    `base` tells the set at the earlier one, where keys are removed; `codes` keeps what the whole change was coded to.
+    `n_base` keys are in the set at the earlier version, and `base` makes them when ranks among them are asked for.
+    `codes` keeps what the whole change is coded to, for all receivers.
     """
 
     since: int
@@ -144,8 +144,9 @@ class Change(NamedTuple):
     removed: Keys
     checksum: int
     every: int = 1
-    base: Base | None = None
-    codes: list[tuple[bytes, bytes]] | None = None
+    n_base: int = 0
+    base: Callable[[], Base] | None = None
+    codes: list[Codes] | None = None
 
 
 class _Step(NamedTuple):
@@ -155,11 +156,14 @@ class _Step(NamedTuple):
     removed: Keys
     checksum: int
     every: int
+    n_base: int
     at: float
+    codes: list[Codes]
 
     @property
     def nbytes(self) -> int:
-        return STEP_BYTES + self.added.nbytes + self.removed.nbytes
+        # The codes, which may come later, take less than the keys.
+        return STEP_BYTES + 2 * (self.added.nbytes + self.removed.nbytes)
 
 
 class WriterSet:
@@ -196,8 +200,16 @@ class WriterSet:
         """Checksum of the keys, kept up to date in O(change)."""
         return self._checksum
 
-    def advance(self, version: int, added: Keys, removed: Keys, every: int = 1, now: float = 0.0) -> None:
-        """Apply a net change that leads to `version`. O(n) copied bytes."""
+    def advance(
+        self,
+        version: int,
+        added: Keys,
+        removed: Keys,
+        every: int = 1,
+        now: float = 0.0,
+        codes: Codes | None = None,
+    ) -> None:
+        """Apply a net change that leads to `version`. O(n) copied bytes. `codes` are passed on as they came."""
         keys = self.keys
         if len(removed):
             at = np.searchsorted(keys, removed)
@@ -205,7 +217,8 @@ class WriterSet:
         if len(added):
             keys = np.insert(keys, np.searchsorted(keys, added), added)
         self._checksum = (self._checksum + checksum(added) - checksum(removed)) % 2**64
-        step = _Step(self.version, version, added, removed, self._checksum, every, now)
+        kept = [codes] if codes is not None else []
+        step = _Step(self.version, version, added, removed, self._checksum, every, len(self.keys), now, kept)
         self.keys, self.version, self.every = keys, version, every
         self._changes.clear()
         self._log.append(step)
@@ -255,16 +268,30 @@ class WriterSet:
         step = next((step for step in self._log if step.since < version < step.version), None)
         return step.at if step is not None else float("-inf")
 
+    def successive(self, since: int, limit: int) -> list[Change]:
+        """Return the changes that lead from `since` to the present step by step; none if they are more than `limit`.
+
+        Who takes them one by one can pass each of them on, to others at any version between.
+        """
+        steps = self._steps(since, self.version)
+        if not 0 < len(steps) <= limit:
+            return []
+        changes = [self.change(step.since, step.version) for step in steps]
+        return [change for change in changes if change is not None]
+
     def _change(self, since: int, until: int) -> Change | None:
         steps = self._steps(since, until)
         if not steps:
             return None
+        last = steps[-1]
+        keys, later = self.keys, self._steps(since, self.version)
+        codes = last.codes if len(steps) == 1 else []
         added, removed = _net(steps)
-        if until == self.version:
-            base = Base(self.keys, added, removed)
-        else:
-            base = Base(self.keys, *_net(self._steps(since, self.version)))
-        return Change(since, until, added, removed, steps[-1].checksum, steps[-1].every, base, [])
+
+        def base() -> Base:
+            return Base(keys, *_net(later))
+
+        return Change(since, until, added, removed, last.checksum, last.every, steps[0].n_base, base, codes)
 
     def _steps(self, since: int, until: int) -> list[_Step]:
         """The steps of the log that lead from one version to another; none if it does not hold them all."""
@@ -284,7 +311,7 @@ class WriterSet:
             and (frozen.version == self.version or (self._log and self._log[0].since <= frozen.version))
         ):
             return frozen
-        self._frozen = Change(0, self.version, self.keys, NO_KEYS, self._checksum, self.every, None, [])
+        self._frozen = Change(0, self.version, self.keys, NO_KEYS, self._checksum, self.every, 0, None, [])
         return self._frozen
 
     def _check(self) -> None:

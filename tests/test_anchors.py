@@ -167,6 +167,20 @@ def test_request_that_is_not_wholly_held_leaves_no_end(path: str) -> None:
     assert tree.ends() == 1
 
 
+def test_an_anchor_is_a_block_at_its_depth() -> None:
+    tree = RadixTree(SPEC)
+    store(tree, "abcde")
+    store(tree, "abxyz", below=2)
+    for every in ANCHOR_STRIDES:
+        anchors = set(tree.anchors(every))
+        for path in ("abcde", "abxyz"):
+            for n in range(1, 6):
+                for depth in range(7):
+                    expected = depth == n and key(path[:n]) in anchors
+                    assert tree.is_anchor(key(path[:n]), depth, every) == expected
+        assert not tree.is_anchor(ROOT, 0, every)
+
+
 def test_a_tree_that_is_not_watched_touches_nothing() -> None:
     tree = RadixTree(SPEC)
     store(tree, "abcd")

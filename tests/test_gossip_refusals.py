@@ -19,6 +19,7 @@ from prefixroute.codec import Keys, encode_sorted
 from prefixroute.digest import (
     KEY_LIMIT,
     LAST_BEAT,
+    MARK_MASK,
     Kind,
     Message,
     Update,
@@ -222,11 +223,18 @@ def test_a_delta_that_fits_is_applied_and_a_snapshot_that_does_not_sum_up_is_dis
     b._check()
 
 
-def test_ranks_beyond_what_is_held_change_nothing() -> None:
+def test_ranks_beyond_what_is_held_say_that_another_set_is_held() -> None:
     b = holder_of(3, 9)
     bad = update_of("a/0", 1, 2, 3, removed=encode_sorted(array(2), 3))
     b.receive_datagram(sent_by("a", Kind.ACK, updates=[bad]), "at a", 0.0)
     assert [event.kind for event in told(b, DatagramRejected)] == ["keys"]
+    assert (copies(b)["a/0"].held, b.counters["checksum_mismatches"]) == ((1, 0), 1)
+    b._check()
+
+
+def test_a_torn_snapshot_costs_a_copy_nothing() -> None:
+    b = holder_of(3, 9)
+    b.receive_datagram(sent_by("a", Kind.ACK, updates=[update_of("a/0", 1, 0, 3, added=b"torn")]), "at a", 0.0)
     assert (copies(b)["a/0"].held, copies(b)["a/0"].keys.tolist()) == ((1, 2), [3, 9])
     b._check()
 
@@ -269,7 +277,8 @@ def test_words_of_a_life_that_began_with_a_snapshot_are_taken_from_its_first_on(
     b.receive_datagram(sent_by("a", Kind.ACK, vector=[VectorEntry("a/0", 1, 500, 3)]), "at a", 0.0)
     b.receive_datagram(sent_by("a", Kind.ACK, updates=[update_of("a/0", 2, 0, 1, 3, 9)]), "at a", 1.0)
     assert (copies(b)["a/0"].held, copies(b)["a/0"].heard_at) == ((2, 1), 0.0)
-    b.receive_datagram(sent_by("a", Kind.ACK, vector=[VectorEntry("a/0", 2, 1, 1)]), "at a", 2.0)
+    word = VectorEntry("a/0", 2, 1, 1, checksum(array(3, 9)) & MARK_MASK)
+    b.receive_datagram(sent_by("a", Kind.ACK, vector=[word]), "at a", 2.0)
     assert (copies(b)["a/0"].held, copies(b)["a/0"].heard_at) == ((2, 1), 2.0)
 
 
@@ -328,6 +337,85 @@ def test_the_last_incarnation_can_be_met_and_the_node_still_speaks() -> None:
     b.receive_datagram(only(a, 0.0), "at a", 0.0)
     assert set(copies(b)) == {"a/0"}
 
+
+# --- marks and bounds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("teller", "discarded"), [("a", True), ("c", False)])
+def test_only_the_owners_mark_discards_a_copy(teller: str, discarded: bool) -> None:
+    b = holder_of(3, 9)
+    b.add_peer("c", "at c", 0.0)
+    right = checksum(array(3, 9)) & MARK_MASK
+    for version, mark in ((2, right), (1, right ^ 1), (3, right ^ 1)):
+        word = VectorEntry("a/0", 1, 2, version, mark)
+        b.receive_datagram(sent_by(teller, Kind.ACK, vector=[word]), f"at {teller}", 0.1)
+        assert copies(b)["a/0"].held == (1, 2)
+    b.receive_datagram(sent_by(teller, Kind.ACK, vector=[VectorEntry("a/0", 1, 2, 2, right ^ 1)]), f"at {teller}", 0.2)
+    assert copies(b)["a/0"].held == ((1, 0) if discarded else (1, 2))
+    assert b.counters["marks_differ"] == (not discarded)
+    b._check()
+
+
+def test_a_mark_is_the_low_half_word_of_the_checksum() -> None:
+    b = holder_of(3, 9)
+    b.handle_timer(0.0)
+    (entry,) = decode(only(b, 0.0), SECRET).message.vector
+    assert entry.mark == checksum(array(3, 9)) % 2**16
+
+
+def bounded(**bounds: int) -> Node:
+    b = Node("b", DOMAIN, rng=random.Random(1), now=0.0, settings=NodeSettings(**bounds))  # type: ignore[arg-type]
+    b.add_peer("a", "at a", 0.0)
+    return b
+
+
+def test_no_more_endpoints_are_kept_than_max_endpoints() -> None:
+    b = bounded(max_endpoints=3)
+    vector = [VectorEntry(f"a/{i}", 1, 1, 0) for i in range(9)]
+    b.receive_datagram(sent_by("a", Kind.ACK, vector=vector), "at a", 0.0)
+    assert set(copies(b)) == {"a/0", "a/1", "a/2"}
+    assert b.counters["endpoints_refused"] == 6
+    # Those that are there are heard as before.
+    b.receive_datagram(sent_by("a", Kind.ACK, vector=[VectorEntry("a/2", 1, 7, 0)]), "at a", 0.0)
+    assert copies(b)["a/2"].heartbeat == 7
+
+
+@pytest.mark.parametrize("n", [20, 21])
+def test_no_more_keys_of_an_endpoint_are_kept_than_max_keys(n: int) -> None:
+    b = bounded(max_keys=20)
+    vector = [VectorEntry("a/0", 1, 1, 2)]
+    b.receive_datagram(
+        sent_by("a", Kind.ACK, vector=vector, updates=[update_of("a/0", 1, 0, 2, *range(n))]), "at a", 0.0
+    )
+    assert len(copies(b)["a/0"].keys) == (n if n <= 20 else 0)
+    assert b.counters["rejected_too_many_keys"] == (n > 20)
+
+
+@pytest.mark.parametrize("n", [20, 21])
+def test_the_bound_holds_over_the_parts_of_a_transfer_and_over_a_delta(n: int) -> None:
+    b = bounded(max_keys=20)
+    checks = {"checksum": checksum(array(*range(n)))}
+    parts = [
+        update_of("a/0", 1, 0, 2, *range(lower, min(upper or n, n)), lower=lower, upper=upper, **checks)
+        for lower, upper in ((0, 10), (10, 20), (20, 0))
+    ]
+    vector = [VectorEntry("a/0", 1, 1, 2)]
+    b.receive_datagram(sent_by("a", Kind.ACK, vector=vector, updates=parts), "at a", 0.0)
+    assert len(copies(b)["a/0"].keys) == (n if n <= 20 else 0)
+    assert b.counters["rejected_too_many_keys"] == (n > 20)
+    assert copies(b)["a/0"].assembly is None
+    c = bounded(max_keys=20)
+    c.receive_datagram(
+        sent_by("a", Kind.ACK, vector=vector, updates=[update_of("a/0", 1, 0, 2, *range(n - 1))]), "at a", 0.0
+    )
+    delta = update_of("a/0", 1, 2, 3, n, checksum=checksum(array(*range(n - 1), n)))
+    c.receive_datagram(sent_by("a", Kind.ACK, updates=[delta]), "at a", 0.0)
+    assert len(copies(c)["a/0"].keys) <= 20
+    assert c.counters["rejected_too_many_keys"] == (n > 20)
+    c._check()
+
+
+# --- anything ----------------------------------------------------------------------------------------------
 
 names = st.sampled_from(["a/0", "b/0", "b/1", "c/0", "d"])
 small = st.integers(1, 3)

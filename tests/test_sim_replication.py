@@ -180,7 +180,6 @@ def test_a_violation_is_told_counted_and_replayed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(TABLE, (Life.SAME, Reach.NEXT, True), Verdict.DROP)
-    monkeypatch.setattr("prefixroute.sim.shrink.MAX_RUNS", 30)
     file = tmp_path / "result.json"
     assert cli.main([*COMMAND, "--schedules", "2", "--workers", "1", "--json", str(file)]) == 1
     assert "seed 3: quiet: " in capsys.readouterr().out

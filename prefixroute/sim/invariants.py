@@ -230,7 +230,7 @@ class Oracle:
 
 def held_bytes(node: Node) -> int:
     """Return the bytes of all distinct arrays of keys that can be reached from a node. O(objects)."""
-    stop = (type, ModuleType, FunctionType, BuiltinFunctionType)
+    stop = (type, ModuleType, BuiltinFunctionType)
     seen: set[int] = set()
     total = 0
     queue: list[object] = [node]
@@ -245,7 +245,8 @@ def held_bytes(node: Node) -> int:
             else:
                 queue.append(thing.base)
             continue
-        queue.extend(gc.get_referents(thing))
+        # A function's globals are no part of the node; what it closes over is.
+        queue.extend((thing.__closure__ or ()) if isinstance(thing, FunctionType) else gc.get_referents(thing))
     return total
 
 
