@@ -9,20 +9,21 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import gcd
 
 from .chain import TokenChain
+from .changes import Changes
 from .copies import Copy
 from .domain import Domain
 from .events import EngineBatch, NodeEvent, PushBackChanged, ResidencyChanged, StreamRestarted
 from .fleet import Standing
 from .history import RoutingHistory
 from .load import Advert, LoadReport, PushBack, PushBackSettings, PushBackState, learnt
+from .publisher import Publisher
 from .replica import OwnedSet
 from .residency import Residency
-from .tree import Changes
 
 SILENT_AFTER = 16
 """Prompts of two blocks or more served without one engine event, after which the stream is taken for dead."""
@@ -36,7 +37,7 @@ class LocalEndpoint:
         "copy",
         "domain",
         "history",
-        "keys",
+        "publisher",
         "push_back",
         "rank",
         "report",
@@ -44,12 +45,20 @@ class LocalEndpoint:
         "unit",
     )
 
-    def __init__(self, copy: Copy, domain: Domain, push_back: PushBackSettings, credited: Sequence[str]) -> None:
+    def __init__(
+        self,
+        copy: Copy,
+        domain: Domain,
+        push_back: PushBackSettings,
+        credited: Sequence[str],
+        digest_bytes: int,
+        held: Callable[[int], bool],
+    ) -> None:
         assert isinstance(copy.keys, OwnedSet)
         self.copy = copy
-        self.keys = copy.keys
         self.domain = domain
         self.residency = Residency(domain, credited)
+        self.publisher = Publisher(copy.keys, self.residency.forest, digest_bytes, held)
         self.push_back = PushBack(push_back)
         self.report = LoadReport()
         self.history: RoutingHistory | None = None
@@ -69,6 +78,7 @@ class LocalEndpoint:
 
     def served(self, chain: TokenChain, cached_tokens: int | None) -> tuple[Changes, list[NodeEvent]]:
         """Learn from a prompt that the engine served; return what `apply` would."""
+        self.residency.forest.end_request(chain)
         if cached_tokens is not None:
             self.unit = gcd(self.unit, cached_tokens)
         told: list[NodeEvent] = []
@@ -110,4 +120,4 @@ class LocalEndpoint:
         if residency.partial != partial:
             state, reason = ("partial", "events were lost") if residency.partial else ("exact", "cleared")
             told.append(ResidencyChanged(name, state, reason))
-        return self.keys.note(*residency.take_changes()), told
+        return self.publisher.note(*residency.take_changes()), told

@@ -60,6 +60,10 @@ class MergedIndex:
         """Return the endpoint's bit as a mask; 0 if it is not in the index."""
         return self._bits.get(endpoint, 0)
 
+    def held(self, bit: int, key: int) -> bool:
+        """Whether the endpoint with this bit holds a wire key."""
+        return bool(self._masks.get(key, 0) & bit)
+
     def names(self, mask: int) -> Iterator[str]:
         """Yield the endpoints whose bits are set in `mask`."""
         while mask:

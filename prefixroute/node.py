@@ -17,9 +17,11 @@ import random
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from .chain import ChainSpec, TokenChain, wire_key
+from .changes import Changes
 from .codec import Keys
 from .copies import Copy, owner_of
 from .decision import Decision, Explanation, Outcome
@@ -43,7 +45,6 @@ from .policy import GreedyCost, Policy
 from .residency import Residency
 from .router import Flight, Router
 from .tempo import GossipSettings
-from .tree import Changes
 
 MAX_EVENTS = 1024
 """Node events kept for a caller that does not drain them; older ones go first."""
@@ -51,9 +52,14 @@ MAX_EVENTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings(GossipSettings):
-    """Settings of a node: gossip's, push-back's, and `outcome_timeout_s`, after which a missing report is given up."""
+    """Settings of a node: gossip's, push-back's, and `outcome_timeout_s`, after which a missing report is given up.
+
+    `digest_bytes` is what a snapshot of one endpoint's digest may take: while all blocks fit, some 10,000, each is
+    published; of more only every k-th, and the ends of edges and requests, with the smallest k that fits.
+    """
 
     push_back: PushBackSettings = field(default_factory=PushBackSettings)
+    digest_bytes: int = 49152
     outcome_timeout_s: float = 120.0
     max_in_flight: int = 65536
 
@@ -61,6 +67,8 @@ class NodeSettings(GossipSettings):
         GossipSettings.__post_init__(self)
         if self.outcome_timeout_s <= 0 or self.max_in_flight < 1:
             raise UsageError("a node needs outcome_timeout_s > 0 and max_in_flight >= 1")
+        if self.digest_bytes < 0:
+            raise UsageError("a node needs digest_bytes >= 0; 0 publishes as little as anchors allow")
 
 
 class EndpointStats(NamedTuple):
@@ -168,8 +176,12 @@ class Node:
         if len(url.encode()) > 256 or len(endpoint.encode()) > 80:
             raise UsageError("an endpoint's url has at most 256 bytes and its id at most 80")
         copy = self._gossip.members.join(endpoint, incarnation, url, now)
-        self._locals[endpoint] = LocalEndpoint(copy, self.domain, self.settings.push_back, credited)
         self._join(copy, now)
+        held = partial(self._index.held, self._index.bit(endpoint))
+        settings = self.settings
+        self._locals[endpoint] = LocalEndpoint(
+            copy, self.domain, settings.push_back, credited, settings.digest_bytes, held
+        )
         return endpoint
 
     def remove_endpoint(self, endpoint: str, now: float) -> None:
@@ -220,8 +232,9 @@ class Node:
         self._now = now
         if now < self._gossip.tempo.next_at:
             return
-        for endpoint in self._locals:
+        for endpoint, local in self._locals.items():
             self._advertise(endpoint, now)
+            local.publisher.gather(now)
         self._gossip.exchange(now)
         self._follow_copies(now)
         self._fleet.refresh_all(now)
@@ -389,8 +402,12 @@ class Node:
 
     def _index_replica(self, endpoint: str, added: Iterable[int], removed: Iterable[int]) -> None:
         """Gossip changed a replica's keys."""
+        copy = self._gossip.copies.get(endpoint)
         if endpoint not in self._fleet.standings:
-            self._join(self._gossip.copies[endpoint], self._now)
+            assert copy is not None
+            self._join(copy, self._now)
+        if copy is not None:
+            self._index.set_stride(endpoint, copy.keys.every)
         self._index.update(endpoint, added, removed)
 
     def _join(self, copy: Copy, now: float) -> None:
@@ -432,6 +449,7 @@ class Node:
                 residency = self._locals[endpoint].residency
                 residency._check()
                 expected[endpoint] = {wire_key(key) for key in residency.keys()}  # noqa: SIM118
+                self._locals[endpoint].publisher._check()
             else:
                 expected[endpoint] = set(copy.keys.tolist())
         self._index._check(expected)

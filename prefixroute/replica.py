@@ -22,7 +22,7 @@ copy is discarded and a snapshot wanted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
@@ -30,10 +30,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .chain import wire_key
+from .changes import Changes
 from .codec import Keys
 from .digest import checksum
-from .tree import Changes
 
 LOG_BYTES = 256 * 1024
 """Bound of a set's log of changes: about 16,000 changed keys, a minute of 250 blocks a second."""
@@ -325,56 +324,43 @@ class WriterSet:
 
 
 class OwnedSet(WriterSet):
-    """The owner's side: 64-bit keys come and go, wire keys are published.
+    """The owner's side: changes gather until they are published as the next version."""
 
-    Two local keys may share a wire key (1.8e-5 pairs expected at 100k keys), so repetitions are counted: the wire key
-    goes when the last of them does.
-    """
-
-    __slots__ = ("_pending", "_published_at", "_repeats")
+    __slots__ = ("_pending", "_published_at", "stride")
 
     def __init__(self) -> None:
         super().__init__()
         self.version = 1
+        self.stride = 1
+        """The anchor stride of what is published next."""
         self._pending = Changes(set(), set())
         self._published_at = float("-inf")
-        self._repeats: dict[int, int] = {}
 
-    def note(self, gained: Iterable[int], lost: Iterable[int]) -> Changes:
-        """Take 64-bit keys that came and went; return the wire keys that did. O(changes log n)."""
-        noted = Changes(set(), set())
-        for key in lost:
-            wire = wire_key(key)
-            repeats = self._repeats.get(wire, 0)
-            if repeats:
-                self._repeats[wire] = repeats - 1
-                if repeats == 1:
-                    del self._repeats[wire]
-            else:
-                noted.lose(wire)
-                self._pending.lose(wire)
-        wires = [wire_key(key) for key in gained]
-        published = self.holds(np.array(wires, np.uint64)).tolist()
-        for wire, is_published in zip(wires, published, strict=True):
-            if wire in self._pending.added or (is_published and wire not in self._pending.removed):
-                self._repeats[wire] = self._repeats.get(wire, 0) + 1
-            else:
-                noted.gain(wire)
-                self._pending.gain(wire)
-        return noted
+    def gather(self, changes: Changes) -> None:
+        """Take wire keys that came and went. O(changes)."""
+        for key in changes.removed:
+            self._pending.lose(key)
+        for key in changes.added:
+            self._pending.gain(key)
+
+    def pending(self) -> set[int]:
+        """Return the keys as they will be once all is published. O(n)."""
+        return (set(self.tolist()) - self._pending.removed) | self._pending.added
 
     def due(self, share: float, within_s: float, now: float) -> bool:
         """Whether there is something to publish that is `share` of the set, or that long after the last time."""
         n = len(self._pending.added) + len(self._pending.removed)
+        if not n and self.stride == self.every:
+            return False
         # A float's rounding must not put it off by a whole exchange.
-        return n > 0 and (n >= share * len(self.keys) or now - self._published_at >= 0.99 * within_s)
+        return n >= share * len(self.keys) or now - self._published_at >= 0.99 * within_s
 
     def publish(self, now: float = 0.0) -> bool:
-        """Step the version if anything was noted since the last step. O(n) copied bytes."""
+        """Step the version if there is anything new since the last step. O(n) copied bytes."""
         pending = self._pending
-        if not pending.added and not pending.removed:
+        if not pending.added and not pending.removed and self.stride == self.every:
             return False
-        self.advance(self.version + 1, _sorted(pending.added), _sorted(pending.removed), now=now)
+        self.advance(self.version + 1, _sorted(pending.added), _sorted(pending.removed), self.stride, now)
         self._pending, self._published_at = Changes(set(), set()), now
         return True
 

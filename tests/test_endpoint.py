@@ -47,7 +47,8 @@ def chain(tokens: list[int], namespace: Namespace | None = None, contents: tuple
 
 def endpoint(push_back: PushBackSettings | None = None) -> tuple[LocalEndpoint, Standing]:
     copy = Copy("a/0", True, 1, 0.0)
-    return LocalEndpoint(copy, DOMAIN, push_back or PushBackSettings(), ("gpu", "cpu")), Standing(copy, None, 1, 0.0)
+    local = LocalEndpoint(copy, DOMAIN, push_back or PushBackSettings(), ("gpu", "cpu"), 49152, lambda key: False)
+    return local, Standing(copy, None, 1, 0.0)
 
 
 def held(one: LocalEndpoint, tokens: list[int]) -> int:

@@ -391,28 +391,46 @@ def test_no_more_keys_of_an_endpoint_are_kept_than_max_keys(n: int) -> None:
     assert b.counters["rejected_too_many_keys"] == (n > 20)
 
 
-@pytest.mark.parametrize("n", [20, 21])
-def test_the_bound_holds_over_the_parts_of_a_transfer_and_over_a_delta(n: int) -> None:
-    b = bounded(max_keys=20)
+@pytest.mark.parametrize("n", [300, 301, 900])
+def test_the_bound_holds_over_the_parts_of_a_transfer(n: int) -> None:
+    b = bounded(max_keys=300)
     checks = {"checksum": checksum(array(*range(n)))}
     parts = [
         update_of("a/0", 1, 0, 2, *range(lower, min(upper or n, n)), lower=lower, upper=upper, **checks)
-        for lower, upper in ((0, 10), (10, 20), (20, 0))
+        for lower, upper in ((0, 100), (100, 200), (200, 0))
     ]
+    # A part that comes again counts once.
+    parts.insert(1, parts[0])
     vector = [VectorEntry("a/0", 1, 1, 2)]
     b.receive_datagram(sent_by("a", Kind.ACK, vector=vector, updates=parts), "at a", 0.0)
-    assert len(copies(b)["a/0"].keys) == (n if n <= 20 else 0)
-    assert b.counters["rejected_too_many_keys"] == (n > 20)
+    assert len(copies(b)["a/0"].keys) == (n if n <= 300 else 0)
     assert copies(b)["a/0"].assembly is None
-    c = bounded(max_keys=20)
-    c.receive_datagram(
-        sent_by("a", Kind.ACK, vector=vector, updates=[update_of("a/0", 1, 0, 2, *range(n - 1))]), "at a", 0.0
-    )
-    delta = update_of("a/0", 1, 2, 3, n, checksum=checksum(array(*range(n - 1), n)))
-    c.receive_datagram(sent_by("a", Kind.ACK, updates=[delta]), "at a", 0.0)
-    assert len(copies(c)["a/0"].keys) <= 20
-    assert c.counters["rejected_too_many_keys"] == (n > 20)
-    c._check()
+    b._check()
+
+
+def test_parts_without_keys_do_not_pile_up() -> None:
+    b = bounded(max_keys=300)
+    vector = [VectorEntry("a/0", 1, 1, 2)]
+    parts = [update_of("a/0", 1, 0, 2, lower=2 * i, upper=2 * i + 1) for i in range(2000)]
+    most = 0
+    for part in parts:
+        b.receive_datagram(sent_by("a", Kind.ACK, vector=vector, updates=[part]), "at a", 0.0)
+        assembly = copies(b)["a/0"].assembly
+        most = max(most, len(assembly._parts) if assembly is not None else 0)
+    assert 5 < most < 30
+
+
+@pytest.mark.parametrize(("removed", "fits"), [((), False), ((4,), True)])
+def test_the_bound_holds_over_a_delta_and_counts_what_goes(removed: tuple[int, ...], fits: bool) -> None:
+    b = bounded(max_keys=20)
+    held = update_of("a/0", 1, 0, 2, *range(20))
+    b.receive_datagram(sent_by("a", Kind.ACK, vector=[VectorEntry("a/0", 1, 1, 2)], updates=[held]), "at a", 0.0)
+    after = [*(key for key in range(20) if key not in removed), 99]
+    ranks = encode_sorted(array(*removed), 20)
+    delta = update_of("a/0", 1, 2, 3, 99, removed=ranks, checksum=checksum(array(*after)))
+    b.receive_datagram(sent_by("a", Kind.ACK, updates=[delta]), "at a", 0.0)
+    assert copies(b)["a/0"].keys.tolist() == (after if fits else list(range(20)))
+    assert b.counters["rejected_too_many_keys"] == (not fits)
 
 
 # --- anything ----------------------------------------------------------------------------------------------

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from transfers import LIFE, Case, debt_of, decoded, delta_of, keys, offered, parts_of, same, snapshot_of
 
+from prefixroute.changes import Changes
 from prefixroute.codec import encoded_bytes
 from prefixroute.digest import KEY_LIMIT, VectorEntry, Want
 from prefixroute.replica import LOG_BYTES, NO_KEYS, Change, OwnedSet, WriterSet
-from prefixroute.transfer import EVERYTHING, SKIPPED_S, Assembly, Owed, cut, owed, size_bytes
+from prefixroute.transfer import EVERYTHING, MAX_STEPS, SKIPPED_S, Assembly, Owed, cut, owed, size_bytes
 
 QUICK = settings(derandomize=True, deadline=None, max_examples=120)
 
@@ -26,9 +28,8 @@ def grown(versions: int, each: int = 10, every: int = 1) -> WriterSet:
 
 
 def due(held: WriterSet, incarnation: int, sender: VectorEntry, now: float = 100.0) -> Owed:
-    """What is owed by a holder that has something for the sender."""
-    found = owed(held, incarnation, sender, now)
-    assert found is not None
+    """The one change that is owed by a holder that has something for the sender."""
+    (found,) = owed(held, incarnation, sender, now)
     return found
 
 
@@ -42,10 +43,26 @@ def test_who_holds_nothing_or_another_life_is_owed_a_snapshot() -> None:
         assert (change.since, change.version, len(change.added), ranges) == (0, 4, 40, EVERYTHING)
 
 
-@pytest.mark.parametrize("behind", [1, 2, 3])
-def test_who_is_behind_is_owed_the_delta_since(behind: int) -> None:
-    change, ranges = due(grown(8), LIFE, entry(8 - behind))
-    assert (change.since, change.version, len(change.added), ranges) == (8 - behind, 8, 10 * behind, EVERYTHING)
+@pytest.mark.parametrize("behind", [1, 2, 3, MAX_STEPS])
+def test_who_is_a_little_behind_is_owed_the_owners_own_steps(behind: int) -> None:
+    found = owed(grown(20), LIFE, entry(20 - behind), 100.0)
+    first = 20 - behind
+    assert [(change.since, change.version) for change, _ in found] == [(i, i + 1) for i in range(first, 20)]
+    assert all((len(change.added), ranges) == (10, EVERYTHING) for change, ranges in found)
+
+
+@pytest.mark.parametrize("behind", [MAX_STEPS + 1, 12])
+def test_who_is_further_behind_is_owed_the_net_delta(behind: int) -> None:
+    change, ranges = due(grown(20), LIFE, entry(20 - behind))
+    assert (change.since, change.version, len(change.added), ranges) == (20 - behind, 20, 10 * behind, EVERYTHING)
+
+
+def test_steps_that_take_more_than_a_snapshot_give_way_to_their_net_change() -> None:
+    held = grown(1, 30)
+    held.advance(2, keys(*range(1000, 1060)), NO_KEYS)
+    held.advance(3, NO_KEYS, keys(*range(1000, 1060)))
+    change, _ = due(held, LIFE, entry(1))
+    assert (change.since, change.version, len(change.added), len(change.removed)) == (1, 3, 0, 0)
 
 
 def test_who_is_further_behind_than_the_log_is_owed_a_snapshot() -> None:
@@ -65,13 +82,13 @@ def test_who_is_at_a_version_that_was_just_skipped_is_left_to_others(way: str) -
     else:
         held.replace(6, keys(*range(102)), now=50.0)
     for version in (3, 4):
-        assert owed(held, LIFE, entry(version), 50.0 + 0.99 * SKIPPED_S) is None
+        assert owed(held, LIFE, entry(version), 50.0 + 0.99 * SKIPPED_S) == []
         change, ranges = due(held, LIFE, entry(version), 50.0 + SKIPPED_S)
         assert (change.since, change.version, ranges) == (0, 6, EVERYTHING)
     # Where it knows the version, or the sender has nothing, there is nobody to leave it to.
     if way != "life":
         assert due(held, LIFE, entry(5), 50.5).change.since == 5
-        assert due(held, LIFE, entry(2), 50.5).change.since == 2
+        assert [step.change.since for step in owed(held, LIFE, entry(2), 50.5)] == [2, 5]
     assert due(held, LIFE, entry(0), 50.0).change.since == 0
     assert due(held, LIFE, entry(3, LIFE - 1), 50.0).change.since == 0
     wanted = Want(LIFE, 0, 6, [(7, 9)])
@@ -81,10 +98,10 @@ def test_who_is_at_a_version_that_was_just_skipped_is_left_to_others(way: str) -
 def test_an_owner_leaves_nobody_to_others() -> None:
     owner = OwnedSet()
     for i in range(40):
-        owner.note([i << 16], ())
+        owner.gather(Changes({i}, set()))
         owner.publish(10.0 + i / 100)
     assert due(owner, LIFE, entry(3), 10.4).change.since == 3
-    owner.note([key << 16 for key in range(1000, 1000 + LOG_BYTES // 8)], ())
+    owner.gather(Changes(set(range(1000, 1000 + LOG_BYTES // 16)), set()))
     owner.publish(10.41)
     assert due(owner, LIFE, entry(3), 10.42).change.since == 0
 
@@ -100,7 +117,7 @@ def coded_bytes(change: Change) -> int:
 @given(st.integers(0, 400), st.integers(0, 400), st.integers(0, 400))
 @example(100, 99, 0)
 @example(1, 0, 400)
-def test_the_smaller_of_delta_and_snapshot_is_due(stay: int, go: int, come: int) -> None:
+def test_the_smaller_of_delta_and_snapshot_is_owed(stay: int, go: int, come: int) -> None:
     assume(go or come)
     rng = random.Random(stay + 1000 * go)
     drawn = rng.sample(range(KEY_LIMIT), stay + go + come)
@@ -147,16 +164,19 @@ def test_a_delta_that_was_begun_is_owed_in_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize("versions", [(LIFE - 1, 2, 7), (LIFE, 0, 7), (LIFE, 2, 12), (LIFE, 7, 2), (LIFE, 7, 7)])
-def test_a_transfer_that_cannot_be_served_gives_way_to_another(versions: tuple[int, int, int]) -> None:
-    change, ranges = due(grown(9), LIFE, entry(2, want=Want(*versions, [(44, KEY_LIMIT)])))
-    assert (change.since, change.version, ranges) == (2, 9, EVERYTHING)
+def test_a_transfer_that_cannot_be_served_gives_way_to_what_is_due(versions: tuple[int, int, int]) -> None:
+    wanted = entry(2, want=Want(*versions, [(44, KEY_LIMIT)]))
+    found = owed(grown(9), LIFE, wanted, 100.0)
+    assert [(change.since, change.version, ranges) for change, ranges in found] == [
+        (version, version + 1, EVERYTHING) for version in range(2, 9)
+    ]
 
 
 @pytest.mark.parametrize("since", [0, 3])
 def test_the_anchor_stride_travels_with_delta_and_snapshot(since: int) -> None:
     held = grown(4, 200)
     held.advance(5, keys(9000), keys(3), 4)
-    change, _ = due(held, LIFE, entry(since))
+    change, _ = due(held, LIFE, entry(since)) if not since else Owed(held.change(since, 5) or held.snapshot())
     assert (change.since, change.every) == (since, 4)
     case = Case(change, set(range(600)) if since else set(), set(held.tolist()))
     parts = parts_of(case, [300])
@@ -174,8 +194,10 @@ def test_what_is_owed_always_applies_to_what_the_sender_holds(
     assume(held < versions)
     writer = grown(versions)
     want = None if begun is None else Want(LIFE, *begun, [(5, 9)])
-    change, _ = due(writer, LIFE, entry(held, want=want))
+    found = [change for change, _ in owed(writer, LIFE, entry(held, want=want), 100.0)]
+    change = found[0]
     if want is not None and (change.since, change.version) == (want.since, want.version):
         return
     assert change.since in (0, held)
-    assert held < change.version <= versions
+    assert held < found[-1].version <= versions
+    assert all(one.version == next_one.since for one, next_one in pairwise(found))

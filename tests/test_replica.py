@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from prefixroute import replica
+from prefixroute.changes import Changes
 from prefixroute.digest import checksum
 from prefixroute.replica import LOG_BYTES, TABLE, Life, OwnedSet, Reach, Verdict, WriterSet, judge
 
@@ -140,23 +140,24 @@ class WriterSetMachine(RuleBasedStateMachine):
         super().__init__()
         self.set = WriterSet()
         self.states: dict[int, frozenset[int]] = {0: frozenset()}
+        self.strides = {0: 1}
 
     @property
     def present(self) -> frozenset[int]:
         return self.states[self.set.version]
 
-    @rule(toggled=small_sets, step=st.integers(1, 3))
-    def advance(self, toggled: frozenset[int], step: int) -> None:
+    @rule(toggled=small_sets, step=st.integers(1, 3), every=st.sampled_from([1, 4]))
+    def advance(self, toggled: frozenset[int], step: int, every: int) -> None:
         added, removed = keys(*toggled - self.present), keys(*toggled & self.present)
         state = self.present ^ toggled
         assert self.set.fits(added, removed)
-        self.set.advance(self.set.version + step, added, removed)
-        self.states[self.set.version] = state
+        self.set.advance(self.set.version + step, added, removed, every)
+        self.states[self.set.version], self.strides[self.set.version] = state, every
 
     @rule(state=small_sets)
     def replace(self, state: frozenset[int]) -> None:
-        self.set.replace(self.set.version + 1, keys(*state))
-        self.states = {self.set.version: state}
+        self.set.replace(self.set.version + 1, keys(*state), 2)
+        self.states, self.strides = {self.set.version: state}, {self.set.version: 2}
 
     @rule(after=st.integers(0, 3))
     def snapshot(self, after: int) -> None:
@@ -173,6 +174,7 @@ class WriterSetMachine(RuleBasedStateMachine):
         assert change.version > known
         assert frozenset(change.added.tolist()) == self.states[change.version]
         assert change.checksum == checksum(change.added)
+        assert change.every == self.strides[change.version]
         assert self.set.snapshot(known) is change
         if change.version < self.set.version:
             assert self.set.change(change.version, self.set.version) is not None
@@ -193,6 +195,21 @@ class WriterSetMachine(RuleBasedStateMachine):
             assert change.added.tolist() == sorted(after - before)
             assert change.removed.tolist() == sorted(before - after)
             assert change.checksum == checksum(keys(*after))
+            assert (change.every, change.n_base) == (self.strides[until], len(before))
+            if change.since:
+                assert change.base is not None
+                around = range(42)
+                ranks = [sum(key < limit for key in before) for limit in around]
+                assert change.base().ranks(keys(*around)).tolist() == ranks
+
+    @invariant()
+    def successive_changes_are_the_steps_to_the_present(self) -> None:
+        versions = sorted(self.states)
+        for i, since in enumerate(versions):
+            steps = list(pairwise(versions[i:]))
+            for limit in (len(steps) - 1, len(steps), 99):
+                found = [(change.since, change.version) for change in self.set.successive(since, limit)]
+                assert found == (steps if len(steps) <= limit else [])
 
     @invariant()
     def versions_that_never_were_give_no_change(self) -> None:
@@ -218,7 +235,8 @@ def test_what_does_not_fit_is_seen() -> None:
 
 def test_the_log_is_bounded_in_bytes_and_forgets_its_oldest_steps() -> None:
     held = WriterSet()
-    step = LOG_BYTES // 8 // 10
+    # Codes of the keys count as much as the keys.
+    step = LOG_BYTES // 16 // 10
     for i in range(25):
         held.advance(i + 1, keys(*range(i * step, (i + 1) * step)), keys())
         held._check()
@@ -272,67 +290,66 @@ def test_a_receiver_that_has_the_frozen_state_is_given_a_later_one() -> None:
 
 
 class OwnedSetMachine(RuleBasedStateMachine):
-    """64-bit keys of which many share their upper 48 bits."""
-
-    local = Bundle("local")
+    """Wire keys that come and go between the moments at which they are published, at strides that change."""
 
     def __init__(self) -> None:
         super().__init__()
         self.set = OwnedSet()
-        self.held: set[int] = set()
+        self.held: frozenset[int] = frozenset()
         self.published: frozenset[int] = frozenset()
-        self.told: set[int] = set()
 
-    def wires(self) -> frozenset[int]:
-        return frozenset(key >> 16 for key in self.held)
-
-    @rule(
-        toggled=st.sets(st.builds(lambda wire, low: wire << 16 | low, st.integers(0, 4), st.integers(0, 3)), max_size=8)
-    )
-    def note(self, toggled: set[int]) -> None:
-        noted = self.set.note(toggled - self.held, toggled & self.held)
+    @rule(toggled=st.frozensets(st.integers(0, 9), max_size=8))
+    def gather(self, toggled: frozenset[int]) -> None:
+        self.set.gather(Changes(set(toggled - self.held), set(toggled & self.held)))
         self.held ^= toggled
-        assert not noted.added & self.told
-        assert noted.removed <= self.told
-        self.told = self.told - noted.removed | noted.added
+
+    @rule(stride=st.sampled_from([1, 2, 32]))
+    def thin(self, stride: int) -> None:
+        self.set.stride = stride
 
     @rule()
     def publish(self) -> None:
-        before = self.set.version
-        changed = self.set.publish()
-        assert changed is (self.wires() != self.published)
+        before, every = self.set.version, self.set.every
+        changed = self.held != self.published or self.set.stride != every
+        assert self.set.due(0.0, 99.0, 0.0) is changed
+        assert self.set.publish() is changed
         assert self.set.version == before + changed
+        assert self.set.every == self.set.stride
         if changed:
             change = self.set.change(before, self.set.version)
             assert change is not None
-            assert frozenset(change.added.tolist()) == self.wires() - self.published
-            assert frozenset(change.removed.tolist()) == self.published - self.wires()
-        self.published = self.wires()
+            assert frozenset(change.added.tolist()) == self.held - self.published
+            assert frozenset(change.removed.tolist()) == self.published - self.held
+            assert change.every == self.set.stride
+        self.published = self.held
 
     @invariant()
-    def wire_keys_are_those_of_the_held_keys(self) -> None:
+    def what_is_published_and_pending_is_what_is_held(self) -> None:
         self.set._check()
-        assert self.told == self.wires()
         assert frozenset(self.set.tolist()) == self.published
+        assert self.set.pending() == self.held
 
 
 TestOwnedSet = OwnedSetMachine.TestCase
 TestOwnedSet.settings = settings(derandomize=True, deadline=None, max_examples=80, stateful_step_count=25)
 
 
-def test_two_local_keys_of_one_wire_key_count_twice() -> None:
+def owner_of(*held: int) -> OwnedSet:
+    """An owner that has published `held` at the moment 10."""
     owned = OwnedSet()
-    one, other = 0xABCDEF << 16 | 1, 0xABCDEF << 16 | 2
-    owned.note({one, other}, ())
-    assert owned.publish()
-    assert owned.tolist() == [0xABCDEF]
-    owned.note((), {one})
-    assert not owned.publish()
-    assert owned.tolist() == [0xABCDEF]
-    assert owned._repeats == {}
-    owned.note((), {other})
-    assert owned.publish()
-    assert owned.tolist() == []
+    owned.gather(Changes(set(held), set()))
+    owned.publish(10.0)
+    return owned
+
+
+@pytest.mark.parametrize(
+    ("n", "now", "due"), [(1, 10.0, False), (9, 10.1, False), (10, 10.0, True), (1, 10.19, False), (1, 10.2, True)]
+)
+def test_a_change_is_due_when_it_is_a_share_of_the_set_or_has_waited(n: int, now: float, due: bool) -> None:
+    owned = owner_of(*range(100))
+    assert not owned.due(0.1, 0.2, 99.0)
+    owned.gather(Changes(set(range(1000, 1000 + n)), set()))
+    assert owned.due(0.1, 0.2, now) is due
 
 
 def test_an_owner_begins_at_version_1_so_that_an_empty_set_can_be_told() -> None:
@@ -342,15 +359,10 @@ def test_an_owner_begins_at_version_1_so_that_an_empty_set_can_be_told() -> None
 
 
 def test_a_transient_key_is_in_no_net_change() -> None:
-    owned = OwnedSet()
-    rng = random.Random(3)
-    stable = {rng.getrandbits(64) for _ in range(20)}
-    owned.note(stable, ())
+    owned = owner_of(*range(20))
+    owned.gather(Changes({90, 91}, set()))
     owned.publish()
-    transient = {rng.getrandbits(64) for _ in range(5)}
-    owned.note(transient, ())
-    owned.publish()
-    owned.note((), transient)
+    owned.gather(Changes(set(), {90, 91}))
     owned.publish()
     change = owned.change(2, 4)
     assert change is not None
@@ -358,4 +370,4 @@ def test_a_transient_key_is_in_no_net_change() -> None:
     # A holder at the version between still has them: the change from there takes them away.
     between = owned.change(3, 4)
     assert between is not None
-    assert set(between.removed.tolist()) == {key >> 16 for key in transient}
+    assert between.removed.tolist() == [90, 91]

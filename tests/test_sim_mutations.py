@@ -7,7 +7,8 @@ broken one alone does no harm: the table says which.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -114,7 +115,7 @@ class Mutation(NamedTuple):
     name: str
     patches: list[Patch]
     rules: set[str]
-    weights: dict[str, int] = {}
+    weights: Mapping[str, int] = MappingProxyType({})
     story: str = ""
     """Steps to take instead, with another seed each time."""
 
@@ -138,7 +139,9 @@ MUTATIONS = [
         {"checksum", "exception"},
         ROUGH,
     ),
-    Mutation("an older life's snapshot replaces", row(Life.OLDER, None, SNAPSHOT, Verdict.REPLACE), {"monotonic"}, ROUGH),
+    Mutation(
+        "an older life's snapshot replaces", row(Life.OLDER, None, SNAPSHOT, Verdict.REPLACE), {"monotonic"}, ROUGH
+    ),
     Mutation(
         "an older life's delta is applied", row(Life.OLDER, None, DELTA, Verdict.APPLY), {"checksum", "replica"}, ROUGH
     ),
@@ -155,7 +158,9 @@ MUTATIONS = [
     ),
     Mutation("a past snapshot replaces", row(Life.SAME, Reach.PAST, SNAPSHOT, Verdict.REPLACE), {"monotonic"}),
     Mutation(
-        "a past delta is applied", row(Life.SAME, Reach.PAST, DELTA, Verdict.APPLY), {"checksum", "monotonic", "replica"}
+        "a past delta is applied",
+        row(Life.SAME, Reach.PAST, DELTA, Verdict.APPLY),
+        {"checksum", "monotonic", "replica"},
     ),
     Mutation("a first snapshot is dropped", row(Life.SAME, Reach.NEXT, SNAPSHOT, Verdict.DUPLICATE), {"quiet"}),
     Mutation("the next delta is dropped", row(Life.SAME, Reach.NEXT, DELTA, Verdict.DROP), {"quiet"}),
@@ -163,9 +168,7 @@ MUTATIONS = [
     Mutation(
         "an overlapping delta is applied", row(Life.SAME, Reach.OVERLAP, DELTA, Verdict.APPLY), {"checksum", "replica"}
     ),
-    Mutation(
-        "a delta from ahead is applied", row(Life.SAME, Reach.AHEAD, DELTA, Verdict.APPLY), {"checksum"}, ROUGH
-    ),
+    Mutation("a delta from ahead is applied", row(Life.SAME, Reach.AHEAD, DELTA, Verdict.APPLY), {"checksum"}, ROUGH),
     # The other rules.
     Mutation("nothing is verified", NO_CHECKSUM + NO_FIT + NO_REFUTATION, {"replica", "quiet"}, ROUGH),
     Mutation("owners do not refute", NO_REFUTATION, {"quiet"}, {"restart": 20}),

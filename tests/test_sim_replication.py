@@ -25,8 +25,8 @@ from prefixroute.sim import (
     Step,
     Violation,
     generate,
+    replication,
 )
-from prefixroute.sim import replication
 from prefixroute.sim.invariants import held_bytes
 from prefixroute.sim.schedule import ACTIONS, parse, play, settle
 from prefixroute.sim.shrink import shrink

@@ -109,8 +109,12 @@ class Network:
         settings: NodeSettings | None = None,
         peers: Iterable[str] | None = None,
         offset: float = 0.0,
+        mutual: bool = True,
     ) -> Node:
-        """Start a node, or start it anew; it and all others (or `peers`) become peers of each other."""
+        """Start a node, or start it anew; it and all others (or `peers`) become peers of each other.
+
+        Without `mutual` the others are not told: they learn of it, if their settings let them.
+        """
         rng = random.Random(self.rng.random())
         clock = self.now + offset
         node = Node(name, domain, rng=rng, now=clock, settings=settings or self.settings)
@@ -122,7 +126,7 @@ class Network:
         for other in list(self.nodes) if peers is None else peers:
             if other != name:
                 node.add_peer(other, other, clock)
-                if other in self.nodes:
+                if mutual and other in self.nodes:
                     self.nodes[other].add_peer(name, name, self.read(other))
         self.oracle.started(name, own)
         host = self.hosts[name] = Host(node, own, offset, clock)

@@ -75,6 +75,7 @@ class World:
     def __init__(self, schedule: Schedule, *, trace: bool = False) -> None:
         self.net = Network(schedule.seed, CALM, schedule.settings, trace=trace)
         self.lives: dict[str, int] = {}
+        self.retired: set[str] = set()
         for i in range(schedule.nodes):
             self.start(f"n{i}", FIRST_INCARNATION)
 
@@ -86,7 +87,12 @@ class World:
     def start(self, name: str, incarnation: int) -> None:
         """Start a node under this incarnation."""
         self.lives[name] = max(incarnation, 1)
-        self.net.add(name, incarnation=self.lives[name])
+        settings = self.net.settings
+        if settings.learn_peers:
+            settings = dataclasses.replace(settings, contact=name)
+        # Who was told that a node is gone for good must be told that it is back.
+        mutual = not settings.learn_peers or name in self.retired
+        self.net.add(name, incarnation=self.lives[name], settings=settings, mutual=mutual)
 
 
 def _engine(method: str) -> Callable[..., None]:
@@ -124,6 +130,7 @@ def _retire(world: World, name: str) -> None:
     """Stop a node, and tell all others that it is gone for good."""
     if name in world.net.nodes and len(world.net.nodes) > 2:
         world.net.stop(name)
+        world.retired.add(name)
         for other in world.net.nodes:
             world.net.act(other, lambda node, now: node.remove_peer(name, now))
 
@@ -256,8 +263,9 @@ def draw_settings(rng: random.Random) -> NodeSettings:
         "publish_share": rng.choice((0.02, 0.5)),
         "publish_within_s": interval * rng.choice((0, 1, 4)),
     }
-    known = {known.name for known in dataclasses.fields(NodeSettings)}
-    return NodeSettings(**{name: value for name, value in values.items() if name in known})
+    if rng.random() < 0.25:
+        values |= {"learn_peers": True, "contact": "its-name"}
+    return NodeSettings(**values)
 
 
 def generate(
@@ -321,8 +329,8 @@ def parse(text: str) -> Schedule:
 
 
 def _settings(pairs: Sequence[str]) -> NodeSettings:
-    kinds = {"float": float, "int": int}
-    types = {known.name: kinds[str(known.type)] for known in dataclasses.fields(NodeSettings) if known.type in kinds}
+    kinds: dict[object, Callable[[str], Any]] = {"float": float, "int": int, "str": str, "bool": "True".__eq__}
+    types = {known.name: kinds[known.type] for known in dataclasses.fields(NodeSettings) if known.type in kinds}
     values: dict[str, Any] = {}
     for pair in pairs:
         name, _, value = pair.partition("=")
@@ -335,7 +343,7 @@ def _settings_text(settings: NodeSettings) -> str:
     changed = {
         known.name: getattr(settings, known.name)
         for known in dataclasses.fields(NodeSettings)
-        if known.type in ("float", "int") and getattr(settings, known.name) != getattr(default, known.name)
+        if known.type in ("float", "int", "str", "bool") and getattr(settings, known.name) != getattr(default, known.name)
     }
     return " ".join(f"{name}={_text(value)}" for name, value in changed.items())
 

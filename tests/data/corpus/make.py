@@ -130,7 +130,7 @@ KEYS: dict[str, bytes] = {
     "count_0": snapshot(claim(0, 0, b"")),
     "header_alone": snapshot(claim(3, 1, b"")),
     "half_a_header": snapshot(GOOD[:5]),
-    "torn_unary": snapshot(GOOD[:8]),
+    "no_remainders": snapshot(GOOD[:9]),
     "torn_remainders": snapshot(GOOD[:-1]),
     "a_byte_more": snapshot(GOOD + b"\0"),
     "padding_set": snapshot(GOOD[:-1] + bytes([GOOD[-1] | 1])),

@@ -1,0 +1,94 @@
+"""What an endpoint's owner publishes of its residency: every block, or the anchors that its byte budget allows.
+
+Rules:
+1. This node's own index is told every block, whatever the others are told.
+2. Two blocks may share a wire key (1.8e-5 pairs expected at 100k blocks): it goes when the last of them does.
+3. The anchor stride is chosen anew every few seconds, and when the residency has doubled; see `anchors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from .anchors import Anchors, choose_stride
+from .chain import wire_key
+from .changes import Changes
+from .forest import Forest
+from .replica import OwnedSet
+
+REFIT_S = 5.0
+"""How often the anchor stride is thought over: the number of ends costs a walk over all edges."""
+
+
+class Publisher:
+    """Feeds one endpoint's published set. `held` tells whether this node's index has a wire key of the endpoint."""
+
+    __slots__ = ("_anchors", "_budget_bytes", "_fitted_at", "_fitted_blocks", "_held", "_keys", "_repeats", "_source")
+
+    def __init__(self, keys: OwnedSet, source: Forest, budget_bytes: int, held: Callable[[int], bool]) -> None:
+        self._keys = keys
+        self._source = source
+        self._budget_bytes = budget_bytes
+        self._held = held
+        self._repeats: dict[int, int] = {}
+        self._anchors: Anchors | None = None
+        self._fitted_at = float("-inf")
+        self._fitted_blocks = 0
+
+    @property
+    def every(self) -> int:
+        """The anchor stride at present; 1 publishes every block."""
+        return self._anchors.every if self._anchors is not None else 1
+
+    def note(self, gained: Iterable[int], lost: Iterable[int]) -> Changes:
+        """Take 64-bit keys that came and went; return the wire keys that did, for the index. O(changes)."""
+        noted = Changes(set(), set())
+        repeats, held = self._repeats, self._held
+        for key in lost:
+            wire = wire_key(key)
+            more = repeats.get(wire, 0)
+            if not more:
+                noted.lose(wire)
+            elif more == 1:
+                del repeats[wire]
+            else:
+                repeats[wire] = more - 1
+        for key in gained:
+            wire = wire_key(key)
+            if wire in noted.added or (wire not in noted.removed and held(wire)):
+                repeats[wire] = repeats.get(wire, 0) + 1
+            else:
+                noted.gain(wire)
+        if self._anchors is None:
+            self._keys.gather(noted)
+        return noted
+
+    def gather(self, now: float) -> None:
+        """Bring what is to be published up to date. O(changes); O(blocks) when the stride changes."""
+        blocks = self._source.matchable
+        if now - self._fitted_at >= REFIT_S or blocks > 2 * self._fitted_blocks:
+            self._refit(blocks, now)
+        if self._anchors is not None:
+            self._keys.gather(self._anchors.follow(self._source))
+
+    def _refit(self, blocks: int, now: float) -> None:
+        self._fitted_at, self._fitted_blocks = now, blocks
+        every = choose_stride(blocks, self._source.ends(), self._budget_bytes, self.every)
+        if every == self.every:
+            return
+        if self._anchors is None:
+            # All blocks are anchors of stride 1, and all of them are published or about to be.
+            self._anchors = Anchors(1)
+            self._anchors.rebuild(self._source)
+        self._keys.gather(self._anchors.set_every(every, self._source))
+        self._keys.stride = every
+        if every == 1:
+            self._source.watch_anchors(False)
+            self._anchors = None
+
+    def _check(self) -> None:
+        """Assert that what is or will be published are the anchors of the residency. O(blocks)."""
+        if self._anchors is not None:
+            self._anchors.follow(self._source)
+        expected = {wire_key(key) for key in self._source.anchors(self.every)}
+        assert self._keys.pending() == expected
