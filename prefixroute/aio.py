@@ -154,6 +154,13 @@ class Driver:
                 if not task.cancelled():
                     task.result()
 
+    async def leave(self) -> None:
+        """Take the node's endpoints out, tell every peer so, and close."""
+        if self._tasks:
+            self.node.leave(self.now())
+            await self._flush()
+        await self.close()
+
     async def close(self) -> None:
         """Stop the driver and close its transport; what was not sent is dropped. Safe to repeat."""
         tasks, self._tasks = self._tasks, []

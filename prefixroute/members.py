@@ -220,6 +220,8 @@ class Members:
             self._emit(PeerChanged(peer.node, "forgotten", f"unheard for {silence:.0f} s"))
         elif peer.state in ("heard", "new") and silence > peer.rhythm.patience_s(least, max(least, most)):
             peer.state = "suspected"
+            # It may have forgotten this node, or come back as another: introduce this one again.
+            peer.same_domain = False
             self._emit(PeerChanged(peer.node, "suspected", f"unheard for {now - peer.heard_at:.1f} s"))
 
     # --- parts ---------------------------------------------------------------------------------------------

@@ -432,3 +432,28 @@ def test_transports_keep_the_protocol() -> None:
             await transport.close()
 
     run(main())
+
+
+def test_nodes_learn_each_other_over_udp_from_one_seed_and_hear_one_leave() -> None:
+    async def main() -> None:
+        wires = [await UdpTransport.open() for _ in range(4)]
+        drivers = []
+        for i, wire in enumerate(wires):
+            settings = NodeSettings(interval_s=0.02, learn_peers=True, contact="{}:{}".format(*wire.address))
+            node = Node(f"n{i}", DOMAIN, rng=random.Random(i), now=time.monotonic(), settings=settings)
+            node.add_endpoint("0", url=f"http://n{i}", incarnation=1, now=time.monotonic())
+            if i:
+                node.add_peer("n0", wires[0].address, time.monotonic())
+            drivers.append(Driver(node, wire))
+        for driver in drivers:
+            await driver.__aenter__()
+        await until(lambda: all(len(d.node.stats(d.now()).peers) == 3 for d in drivers))
+        await until(lambda: all(len(d.node.digests()) == 4 for d in drivers))
+        await drivers[3].leave()
+        await until(lambda: all(len(d.node.digests()) == 3 for d in drivers[:3]))
+        assert drivers[3].node.digests() == {}
+        await drivers[3].leave()
+        for driver in drivers[:3]:
+            await driver.close()
+
+    run(main())

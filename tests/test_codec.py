@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,6 +39,54 @@ def plain_encode(values: list[int], universe: int) -> bytes:
 def test_the_reference_vector() -> None:
     # Three values below 20 and up to 27 are cut at two bits.
     assert encode_sorted(np.array([3, 9, 20], np.uint64), 21).hex() == "0300000001000000a4ec"
+
+
+@pytest.mark.parametrize(("values", "universe"), [((3, 9, 20), 21), ((3, 9, 20), 1 << 48), ((8,), 35), ((1,), 3)])
+def test_the_documents_codes_are_those_of_the_codec(values: tuple[int, ...], universe: int) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "wire.md").read_text("utf-8")
+    assert f"`{encode_sorted(np.array(values, np.uint64), universe).hex()}`" in text
+
+
+@pytest.mark.parametrize(
+    ("universe", "n", "w"),
+    [
+        (1, 1, 1),
+        (3, 1, 1),
+        (4, 1, 2),
+        (7, 1, 2),
+        (8, 1, 3),
+        (21, 3, 2),
+        (35, 1, 5),
+        (2**48, 3, 46),
+        (9, 20, 1),
+        (0, 5, 1),
+    ],
+)
+def test_the_cut_is_the_logarithm_of_the_whole_mean_gap(universe: int, n: int, w: int) -> None:
+    assert rice_parameter(universe, n) == w
+
+
+CODE = encode_sorted(np.array([3, 9, 20], np.uint64), 21)
+OTHERS = {
+    "nothing but a header": CODE[:8],
+    "no values": bytes(8),
+    "a byte less": CODE[:-1],
+    "a byte more": CODE + b"\0",
+    "unary one byte longer": CODE[:4] + b"\2" + CODE[5:9] + b"\0" + CODE[9:],
+    "a one less": CODE[:8] + b"\xa0" + CODE[9:],
+    "a one more": CODE[:8] + b"\xa5" + CODE[9:],
+    "padding of the remainders": CODE[:-1] + b"\xed",
+    "a value at the universe": encode_sorted(np.array([3, 9, 21], np.uint64), 22),
+    "a value twice": b"\2\0\0\0\1\0\0\0\xc0\x60",
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_another_code_is_refused(what: str) -> None:
+    assert decode_sorted(CODE, 21).tolist() == [3, 9, 20]
+    with pytest.raises(DecodeError) as caught:
+        decode_sorted(OTHERS[what], 21)
+    assert caught.value.kind == "keys"
 
 
 @exact

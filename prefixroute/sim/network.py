@@ -73,6 +73,8 @@ class Network:
         self, seed: int, link: Link = CALM, settings: NodeSettings | None = None, *, trace: bool = False
     ) -> None:
         self.rng = random.Random(seed)
+        self._seed = seed
+        self._births: Counter[str] = Counter()
         self.link = link
         self.links: dict[tuple[str, str], Link] = {}
         self.settings = settings or NodeSettings()
@@ -115,13 +117,13 @@ class Network:
 
         Without `mutual` the others are not told: they learn of it, if their settings let them.
         """
-        rng = random.Random(self.rng.random())
+        rng = self._generator(name)
         clock = self.now + offset
         node = Node(name, domain, rng=rng, now=clock, settings=settings or self.settings)
         own = set()
         for i in range(endpoints):
             endpoint = node.add_endpoint(str(i), url=f"http://{name}:{i}", incarnation=incarnation, now=clock)
-            self.engines[endpoint] = Engine(node, endpoint, rng)
+            self.engines[endpoint] = Engine(node, endpoint, self._generator(endpoint))
             own.add(endpoint)
         for other in list(self.nodes) if peers is None else peers:
             if other != name:
@@ -138,11 +140,10 @@ class Network:
     def add_endpoint(self, name: str, endpoint: str, incarnation: int) -> str:
         """Let a running node own one more endpoint; return its id."""
         host = self.hosts[name]
-        rng = random.Random(self.rng.random())
         made = host.node.add_endpoint(
             endpoint, url=f"http://{name}:{endpoint}", incarnation=incarnation, now=self.read(name)
         )
-        self.engines[made] = Engine(host.node, made, rng)
+        self.engines[made] = Engine(host.node, made, self._generator(made))
         host.own.add(made)
         self.oracle.added(made)
         self._acted(name, host)
@@ -173,6 +174,11 @@ class Network:
             del self.engines[endpoint]
         self.paused.discard(name)
         self.oracle.stopped(name)
+
+    def _generator(self, name: str) -> random.Random:
+        """One of its own for each life of a node or an engine: what others draw does not change what it draws."""
+        self._births[name] += 1
+        return random.Random(f"{self._seed} {name} {self._births[name]}")
 
     def act(self, name: str, action: Callable[[Node, float], object]) -> None:
         """Let the caller do something to a node: `action(node, its clock)`, watched like everything else."""

@@ -364,6 +364,8 @@ def play(schedule: Schedule, *, trace: bool = False, quiet: bool = True) -> Outc
         world = World(schedule, trace=trace)
         for step in schedule.steps:
             times.append(world.net.now)
+            # By step, so that leaving one out changes little of what comes later.
+            world.net.rng.seed(f"{schedule.seed} {step}")
             ACTIONS[step.action].take(world, *step.arguments)
             world.net.run(step.wait_s)
         times.append(world.net.now)

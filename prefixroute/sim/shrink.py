@@ -84,6 +84,7 @@ class _Search:
         while self.left > 0:
             before = self.best
             self._leave_out()
+            self._join_waits()
             self._simplify()
             if self.best == before:
                 return
@@ -93,14 +94,33 @@ class _Search:
         while self.left > 0:
             at, shorter = 0, False
             while at < len(self.best.steps) and self.left > 0:
-                steps = self.best.steps
-                if self.breaks(_with(self.best, steps[:at] + steps[at + size :])):
+                if self._without(at, at + size):
                     shorter = True
                 else:
                     at += size
             if size == 1 and not shorter:
                 return
             size = max(size // 2, 1)
+
+    def _without(self, start: int, end: int) -> bool:
+        """Leave some steps out, and the time that they took if possible; return whether there are fewer steps now."""
+        steps = self.best.steps
+        if self.breaks(_with(self.best, steps[:start] + steps[end:])):
+            return True
+        gone = steps[start:end]
+        idle = Step(round(sum(step.wait_s for step in gone), 3), "wait")
+        if idle.wait_s and gone != (idle,):
+            self.breaks(_with(self.best, (*steps[:start], idle, *steps[end:])))
+        return len(self.best.steps) < len(steps)
+
+    def _join_waits(self) -> None:
+        at = 0
+        while at + 1 < len(self.best.steps):
+            one, other = self.best.steps[at : at + 2]
+            joined = one._replace(wait_s=round(one.wait_s + other.wait_s, 3))
+            steps = self.best.steps
+            if other.action != "wait" or not self.breaks(_with(self.best, (*steps[:at], joined, *steps[at + 2 :]))):
+                at += 1
 
     def _simplify(self) -> None:
         for at in range(len(self.best.steps)):

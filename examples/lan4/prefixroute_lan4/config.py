@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from prefixroute import Domain, PushBackSettings, policy
+from prefixroute import Domain, NodeSettings, PushBackSettings, policy
 from prefixroute.errors import UsageError
 from prefixroute.policy import Policy
 
@@ -100,7 +100,8 @@ class PushBackConfig(_Strict, frozen=True, kw_only=True):
 class SidecarConfig(_Strict, frozen=True, kw_only=True):
     """One node: its name, where it listens, its peers and its engine.
 
-    `url` is where the other sidecars reach this one; by default ``http://HOST:PORT`` of `http`.
+    `url` is where the other sidecars reach this one; by default ``http://HOST:PORT`` of `http`. With `learn_peers` one
+    peer is enough: the node learns the others from it, and they learn this one, by the address in `gossip`.
     """
 
     node: str
@@ -109,6 +110,7 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
     engine: EngineConfig
     domain: DomainConfig
     peers: tuple[PeerConfig, ...] = ()
+    learn_peers: bool = False
     policy: str = "default"
     url: str = ""
     timeouts: TimeoutConfig = TimeoutConfig()
@@ -124,6 +126,12 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
     def public_url(self) -> str:
         """Where peers send what they forward."""
         return self.url or f"http://{self.http.host}:{self.http.port}"
+
+    @property
+    def node_settings(self) -> NodeSettings:
+        """How the node gossips and pushes back."""
+        contact = f"{self.gossip.host}:{self.gossip.port}"
+        return NodeSettings(push_back=self.push_back.settings(), learn_peers=self.learn_peers, contact=contact)
 
     @property
     def prefix_domain(self) -> Domain:

@@ -41,7 +41,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from prefixroute import Decision, LoadReport, Node, NodeSettings, metrics
+from prefixroute import Decision, LoadReport, Node, metrics
 from prefixroute.aio import Driver
 from prefixroute.errors import UsageError
 from prefixroute.events import EngineBatch, NodeEvent
@@ -78,7 +78,7 @@ class Sidecar:
             config.prefix_domain,
             rng=random.Random(),
             now=now,
-            settings=NodeSettings(push_back=config.push_back.settings()),
+            settings=config.node_settings,
             policy=make_policy(config.policy),
         )
         self.endpoint = self.node.add_endpoint(_RANK, url=config.public_url, incarnation=time.time_ns(), now=now)
@@ -135,6 +135,7 @@ class Sidecar:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                await driver.leave()
 
     async def _follow(self) -> None:
         """Apply the engine's events, for ever."""
