@@ -71,13 +71,16 @@ class Intake:
         if change is None:
             return
         if len(held) + len(change.added) - len(change.removed) > self._max_keys:
-            self._reject(update.endpoint, "too_many_keys", f"more than {self._max_keys} keys of one endpoint")
+            self._reject_size(update)
             return
         copy.url, copy.contact = update.url or copy.url, update.contact or copy.contact
         self._members.learn_peer(owner_of(copy.endpoint), copy.contact, now)
         self._members.touched.add(copy.endpoint)
         self._tempo.stir(now)
         self._apply(copy, update.incarnation, change, verdict, now)
+
+    def _reject_size(self, update: Update) -> None:
+        self._reject(update.endpoint, "too_many_keys", f"more than {self._max_keys} keys of one endpoint")
 
     def _assemble(self, copy: Copy, update: Update, added: Keys, removed: Keys, now: float) -> Change | None:
         """Return the whole change if this part completes it. A transfer under way keeps its place until it stalls."""
@@ -95,8 +98,11 @@ class Intake:
         copy.assembly = a
         self._tempo.stir(now)
         change = a.offer(update.lower, update.upper or KEY_LIMIT, added, removed, now)
-        if change is not None or a.size > 2 * self._max_keys:
+        if change is not None:
             copy.assembly = None
+        elif a.size > 2 * self._max_keys:
+            copy.assembly = None
+            self._reject_size(update)
         return change
 
     def _apply(self, copy: Copy, incarnation: int, change: Change, verdict: Verdict, now: float) -> None:

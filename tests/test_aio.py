@@ -451,7 +451,7 @@ def test_nodes_learn_each_other_over_udp_from_one_seed_and_hear_one_leave() -> N
         await until(lambda: all(len(d.node.digests()) == 4 for d in drivers))
         await drivers[3].leave()
         await until(lambda: all(len(d.node.digests()) == 3 for d in drivers[:3]))
-        assert drivers[3].node.digests() == {}
+        assert "n3/0" not in drivers[3].node.digests()
         await drivers[3].leave()
         for driver in drivers[:3]:
             await driver.close()

@@ -178,6 +178,7 @@ def test_the_bound_holds_over_the_parts_of_a_transfer(n: int) -> None:
     b.receive_datagram(sent_by("a", Kind.ACK, vector=vector, updates=parts), "at a", 0.0)
     assert len(copies(b)["a/0"].keys) == (n if n <= 300 else 0)
     assert copies(b)["a/0"].assembly is None
+    assert b.counters["rejected_too_many_keys"] == (n > 300)
     b._check()
 
 
@@ -191,6 +192,7 @@ def test_parts_without_keys_do_not_pile_up() -> None:
         assembly = copies(b)["a/0"].assembly
         most = max(most, len(assembly._parts) if assembly is not None else 0)
     assert 5 < most < 30
+    assert b.counters["rejected_too_many_keys"] == 2000 // (most + 1)
 
 
 @pytest.mark.parametrize(("removed", "fits"), [((), False), ((4,), True)])

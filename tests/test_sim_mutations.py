@@ -176,7 +176,7 @@ MUTATIONS = [
     Mutation("bursts are too long", [(gossip.Gossip, "__init__", with_more_burst)], {"budget"}, {"store": 60}),
     Mutation("hearsay is news, and the forgotten come back", NO_MEMORY + NO_AGES, {"quiet"}),
     Mutation("a version is used twice", [(replica.OwnedSet, "publish", publish_in_place)], {"monotonic"}),
-    Mutation("a transfer ends early", [(transfer.Assembly, "missing", lambda *arguments: [])], {"checksum"}),
+    Mutation("a transfer ends early", [(transfer.Assembly, "missing", lambda *arguments: [])], {"checksum", "quiet"}),
     Mutation("a timer stands still", [(tempo.Tempo, "went", stand_still)], {"timer"}),
     Mutation("an update raises", [(intake, "decode_keys", raise_something)], {"exception"}),
 ]

@@ -2,7 +2,7 @@
 
 | rule        | what holds                                                                                        |
 |-------------|---------------------------------------------------------------------------------------------------|
-| replica     | a replica at (incarnation, version) is what its owner published at that pair                      |
+| replica     | a replica at (incarnation, version) is what its owner published at that pair, keys and stride     |
 | monotonic   | a replica's pair never falls, but for a loss of the replica that an event tells                   |
 | budget      | a datagram fits `datagram_bytes`; what one event causes towards one address fits `burst_bytes`    |
 | memory      | only endpoints that exist are known; the arrays that a node keeps are bounded by what was published |
@@ -67,7 +67,8 @@ class _Life:
 
     def __init__(self) -> None:
         self.incarnations: set[int] = set()
-        self.sets: dict[int, NDArray[np.uint64]] = {}
+        self.sets: dict[int, tuple[int, NDArray[np.uint64]]] = {}
+        """By version: the anchor stride, and the keys."""
 
 
 class _Published:
@@ -88,18 +89,16 @@ class _Published:
             life.incarnations.add(digest.incarnation)
             self.shared |= any(digest.incarnation in other.incarnations for other in self.lives[:-1])
         last = life.sets.get(digest.version - 1)
-        self.changed += len(digest.keys) + (len(last) if last is not None else 0)
-        life.sets[digest.version] = digest.keys
+        self.changed += len(digest.keys) + (len(last[1]) if last is not None else 0)
+        life.sets[digest.version] = digest.every, digest.keys
         self.largest = max(self.largest, len(digest.keys))
 
     def held(self, digest: Digest) -> bool:
         for life in self.lives:
-            keys = life.sets.get(digest.version)
-            if (
-                keys is not None
-                and digest.incarnation in life.incarnations
-                and (keys is digest.keys or np.array_equal(keys, digest.keys))
-            ):
+            if digest.version not in life.sets or digest.incarnation not in life.incarnations:
+                continue
+            every, keys = life.sets[digest.version]
+            if every == digest.every and (keys is digest.keys or np.array_equal(keys, digest.keys)):
                 return True
         return False
 

@@ -262,6 +262,7 @@ def draw_settings(rng: random.Random) -> NodeSettings:
         "idle_interval_s": interval * rng.choice((1, 3)),
         "publish_share": rng.choice((0.02, 0.5)),
         "publish_within_s": interval * rng.choice((0, 1, 4)),
+        "digest_bytes": rng.choice((49152, 49152, 300, 0)),
     }
     if rng.random() < 0.25:
         values |= {"learn_peers": True, "contact": "its-name"}
