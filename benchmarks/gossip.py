@@ -17,30 +17,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import heapq
-import json
 import multiprocessing
-import platform
 import random
 import sys
 import time
 import tracemalloc
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-import numpy as np
+from figures import Row, publish
+from gossip_fleet import DOMAIN, Fleet
 
-from prefixroute import BlocksStored, Domain, EngineBatch, Node, NodeSettings
+from prefixroute import BlocksStored, EngineBatch, Node, NodeSettings
 from prefixroute.aio import Driver, UdpTransport
 from prefixroute.anchors import choose_stride, expected_anchors
 from prefixroute.changes import Changes
 from prefixroute.codec import encode_sorted
-from prefixroute.digest import KEY_LIMIT, decode, encode_part
+from prefixroute.digest import KEY_LIMIT
 from prefixroute.gossip import Gossip
 from prefixroute.replica import OwnedSet
 from prefixroute.tempo import GossipSettings
@@ -52,27 +50,11 @@ BLOCKS = 100_000
 REQUEST_ENDS = 3000
 """Requests that ended in those blocks: what anchors are chosen by."""
 
-DOMAIN = Domain("bench", "bench", BLOCK, secret=b"bench")
-STREAM = {"datagram_bytes": 65536, "burst_bytes": 1 << 20}
-DATAGRAMS = {"datagram_bytes": 1200, "burst_bytes": 65536}
+STREAMS = GossipSettings(datagram_bytes=65536, burst_bytes=1 << 20)
+DATAGRAMS = GossipSettings()
 UDP_IP_BYTES = 28
-DELAY_S = 0.002
 SAMPLE_S = 0.1
 GIVE_UP_S = 30.0
-
-
-class Row(NamedTuple):
-    """One figure and the bar that it must not exceed, if there is one."""
-
-    what: str
-    value: float
-    unit: str
-    bar: float | None = None
-
-    @property
-    def met(self) -> bool:
-        """Whether the figure is within its bar."""
-        return self.bar is None or self.value <= self.bar
 
 
 # --- idle: processes on loopback ---------------------------------------------------------------------------
@@ -165,152 +147,6 @@ def received(pipe: Connection, within_s: float) -> Any:
     return pipe.recv()
 
 
-# --- the simulated fleet -----------------------------------------------------------------------------------
-
-
-class Fleet:
-    """Gossips on virtual time, all peers of each other. `rate` blocks come and as many go at each node in a second."""
-
-    def __init__(self, settings: GossipSettings, loss: float, seed: int, rate: float = 0.0) -> None:
-        self.now = 0.0
-        self.gossips: dict[str, Gossip] = {}
-        self.published: dict[str, list[float]] = {}
-        """When each version of a node's endpoint was published, the first at 0."""
-        self.ideal = 0
-        """Bytes of the codes of all steps published, once."""
-        self.sent: Counter[str] = Counter()
-        self.received: Counter[str] = Counter()
-        """Bytes that were sent to each node, lost ones included."""
-        self.counting = False
-        self._settings = settings
-        self._loss = loss
-        self._rate = rate
-        self._rng = random.Random(seed)
-        self._keys = np.random.default_rng(seed)
-        self._live: dict[str, deque[int]] = {}
-        self._churned: dict[str, float] = {}
-        self._events: list[tuple[float, int, str, bytes | None, str]] = []
-        self._tick = 0
-        self._due: dict[str, float] = {}
-
-    def add(self, name: str, keys: int, incarnation: int = 1_700_000_000_000_000_000) -> None:
-        """Let a node in, with an endpoint of random keys if any; or again, with nothing left of its former life."""
-        quiet: Counter[str] = Counter()
-        rng = random.Random(self._rng.random())
-        start = self.now + self._rng.random() * self._settings.interval_s
-        gossip = Gossip(name, DOMAIN, self._settings, rng, start, lambda _: None, quiet, lambda *_: None)
-        for other in self.gossips.keys() - {name}:
-            gossip.members.add_peer(other, other, self.now)
-            self.gossips[other].members.add_peer(name, name, self.now)
-            self._watch(other)
-        self.gossips[name] = gossip
-        if keys:
-            gossip.members.join(f"{name}/0", incarnation, "http://127.0.0.1:8000", self.now)
-            self._live[name] = deque(self._random(keys))
-            self.owned(name).gather(Changes(set(self._live[name]), set()))
-            self.published[name], self._churned[name] = [self.now], self.now
-        gossip.tempo.next_at = start
-        self._due[name] = float("inf")
-        self._watch(name)
-
-    def owned(self, name: str) -> OwnedSet:
-        """A node's own set."""
-        keys = self.gossips[name].copies[f"{name}/0"].keys
-        assert isinstance(keys, OwnedSet)
-        return keys
-
-    def run(self, until: float) -> str:
-        """Do what is next, if it is due by `until`; return the node that did it, "" when nothing was due."""
-        while self._events and self._events[0][0] <= until:
-            self.now, _, name, data, source = heapq.heappop(self._events)
-            gossip = self.gossips[name]
-            if data is not None:
-                gossip.receive(data, source, self.now)
-            elif self.now == self._due[name]:
-                self._due[name] = float("inf")
-                self._exchange(name, gossip)
-            else:
-                continue
-            self._collect(name, gossip)
-            self._watch(name)
-            return name
-        self.now = until
-        return ""
-
-    def run_until(self, until: float) -> None:
-        """Do all that is due by `until`."""
-        while self.run(until):
-            pass
-
-    def lag(self, name: str, owner: str) -> float:
-        """The age of the first published version that a node's replica lacks, 0 if it lacks none."""
-        copy = self.gossips[name].copies.get(f"{owner}/0")
-        version = copy.keys.version if copy is not None else 0
-        times = self.published[owner]
-        return self.now - times[version] if version < len(times) else 0.0
-
-    def whole(self, name: str) -> bool:
-        """Whether a node has every other's newest set."""
-        return all(self.lag(name, owner) == 0 for owner in self.published if owner != name)
-
-    def _exchange(self, name: str, gossip: Gossip) -> None:
-        if name in self.published:
-            keys = self.owned(name)
-            self._churn(name, gossip, keys)
-            gossip.exchange(self.now)
-            if keys.version > len(self.published[name]):
-                self.published[name].append(self.now)
-                if self.counting:
-                    self.ideal += step_bytes(keys)
-        else:
-            gossip.exchange(self.now)
-
-    def _churn(self, name: str, gossip: Gossip, keys: OwnedSet) -> None:
-        n = int((self.now - self._churned[name]) * self._rate)
-        if n:
-            live, added = self._live[name], self._random(n)
-            keys.gather(Changes(set(added), {live.popleft() for _ in range(n)}))
-            live.extend(added)
-            gossip.tempo.stir(self.now)
-            self._churned[name] += n / self._rate
-
-    def _random(self, n: int) -> list[int]:
-        keys: list[int] = np.unique(self._keys.integers(0, KEY_LIMIT, n, np.uint64)).tolist()
-        self._rng.shuffle(keys)
-        return keys
-
-    def _collect(self, name: str, gossip: Gossip) -> None:
-        for address, data in gossip.take_outbox():
-            to = str(address)
-            if self.counting:
-                self.sent["messages"] += 1
-                self.received[to] += len(data)
-                updates = decode(data, DOMAIN.secret).message.updates
-                deltas = sum(len(encode_part(update)) for update in updates if update.since)
-                snapshots = sum(len(encode_part(update)) for update in updates if not update.since)
-                self.sent.update(deltas=deltas, snapshots=snapshots, vectors=len(data) - deltas - snapshots)
-            if self._rng.random() >= self._loss:
-                at = self.now + DELAY_S * self._rng.uniform(0.5, 1.5)
-                self._tick += 1
-                heapq.heappush(self._events, (at, self._tick, to, data, name))
-
-    def _watch(self, name: str) -> None:
-        """Set a node's alarm, if it is due earlier than it was."""
-        due = self.gossips[name].tempo.next_at
-        if due < self._due[name]:
-            self._due[name] = max(due, self.now)
-            self._tick += 1
-            heapq.heappush(self._events, (self._due[name], self._tick, name, None, ""))
-
-
-def step_bytes(keys: OwnedSet) -> int:
-    """What the codes of the last step of a set take."""
-    change = keys.change(keys.version - 1, keys.version)
-    assert change is not None and change.base is not None
-    ranks = change.base().ranks(change.removed).astype(np.uint64)
-    return len(encode_sorted(change.added, KEY_LIMIT)) + len(encode_sorted(ranks, change.n_base))
-
-
 # --- busy --------------------------------------------------------------------------------------------------
 
 
@@ -328,10 +164,11 @@ class Busy(NamedTuple):
 
 def busy(options: argparse.Namespace) -> Iterator[Row]:
     """Rows of busy fleets, each simulated in a process of its own, as many at a time as there are cores."""
-    runs: list[Busy] = []
-    for streams, nodes in ((True, options.nodes), (False, options.datagram_nodes)):
-        for loss in (0.0, 0.3):
-            runs.append(Busy(nodes, options.base, loss, options.seconds, options.warm, options.rate, streams))
+    runs = [
+        Busy(nodes, options.base, loss, options.seconds, options.warm, options.rate, streams)
+        for streams, nodes in ((True, options.nodes), (False, options.datagram_nodes))
+        for loss in (0.0, 0.3)
+    ]
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         for rows in pool.map(busy_rows, runs):
             yield from rows
@@ -341,7 +178,7 @@ def busy_rows(run: Busy) -> list[Row]:
     """Simulate one fleet: staleness and bytes; then its first node is restarted."""
     # As many changes must be pending before the clock as with sets of `BLOCKS`.
     share = min(1.0, GossipSettings().publish_share * BLOCKS / run.base)
-    settings = GossipSettings(publish_share=share, **(STREAM if run.streams else DATAGRAMS))
+    settings = replace(STREAMS if run.streams else DATAGRAMS, publish_share=share)
     fleet = Fleet(settings, run.loss, 1, run.rate)
     for i in range(run.nodes):
         fleet.add(f"node-{i}", run.base)
@@ -379,20 +216,214 @@ def restart(fleet: Fleet, base: int) -> tuple[float, float]:
     name = next(iter(fleet.gossips))
     start, life = fleet.now, fleet.gossips[name].copies[f"{name}/0"].incarnation + 1
     fleet.add(name, base, life)
+    lacking = fleet.gossips.keys() - {name}
     out = back = 0.0
-    while not (out and back) and fleet.now < start + GIVE_UP_S:
+    while not (out and back):
         actor = fleet.run(start + GIVE_UP_S)
-        if not out and all((c := g.copies[f"{name}/0"].keys).version > 1 and len(c) for g in others_of(fleet, name)):
-            lives = {g.copies[f"{name}/0"].incarnation for g in others_of(fleet, name)}
-            out = fleet.now - start if lives == {life} else 0.0
-        if not back and actor == name:
-            copies = fleet.gossips[name].copies
-            held = sum(1 for copy in copies.values() if not copy.mine and copy.keys.version)
+        if not actor:
+            raise RuntimeError(f"{name} is not back after {GIVE_UP_S} s")
+        if actor in lacking:
+            copy = fleet.gossips[actor].copies[f"{name}/0"]
+            if copy.incarnation == life and len(copy.keys):
+                lacking.remove(actor)
+                out = 0.0 if lacking else fleet.now - start
+        elif actor == name and not back:
+            held = sum(1 for copy in fleet.gossips[name].copies.values() if not copy.mine and copy.keys.version)
             back = fleet.now - start if held == len(fleet.published) - 1 else 0.0
     interval_s = GossipSettings().interval_s
-    return (out or GIVE_UP_S) / interval_s, (back or GIVE_UP_S) / interval_s
+    return out / interval_s, back / interval_s
 
 
-def others_of(fleet: Fleet, name: str) -> list[Gossip]:
-    """Every gossip but one."""
-    return [gossip for other, gossip in fleet.gossips.items() if other != name]
+# --- a joiner ----------------------------------------------------------------------------------------------
+
+
+def anchor_keys(blocks: int) -> int:
+    """How many keys a node of default settings publishes of so many blocks of chat."""
+    ends = REQUEST_ENDS * blocks // BLOCKS
+    return round(expected_anchors(blocks, ends, choose_stride(blocks, ends, NodeSettings().digest_bytes)))
+
+
+def joiner(options: argparse.Namespace) -> Iterator[Row]:
+    """Rows of nodes that join a quiet fleet one after another, each gone before the next one comes."""
+    cases = [(options.keys, "every block"), (anchor_keys(options.keys), "default anchors")]
+    for keys, published in cases:
+        for frame, streams, loss in (("streams", True, 0.0), ("1,200 B", False, 0.0), ("1,200 B", False, 0.3)):
+            rounds, ratio = join(keys, streams, loss, options.holders, options.joiners)
+            bar = 3 if streams and published == "every block" else None
+            name = f"joiner of {options.holders} x {options.keys} blocks, {published}, {frame}, {loss:.0%} loss"
+            yield Row(f"{name}: whole, median", median(rounds), "rounds")
+            yield Row(f"{name}: whole, most", max(rounds), "rounds", bar)
+            yield Row(f"{name}: bytes sent to it over the ideal", mean(ratio), "ratio")
+
+
+def join(keys: int, streams: bool, loss: float, holders: int, joiners: int) -> tuple[list[float], list[float]]:
+    """Rounds until each joiner is whole, and bytes sent to it over those of the snapshots' codes."""
+    settings = STREAMS if streams else DATAGRAMS
+    # The holders fill over clean streams: that is not what is measured.
+    fleet = Fleet(STREAMS, 0.0, 1)
+    for i in range(holders):
+        fleet.add(f"node-{i}", keys)
+    while not all(fleet.whole(name) and fleet.owned(name).version > 1 for name in fleet.gossips):
+        fleet.run_until(fleet.now + SAMPLE_S)
+        if fleet.now > GIVE_UP_S:
+            raise RuntimeError(f"the fleet is not whole after {GIVE_UP_S} s")
+    fleet.retune(settings, loss)
+    ideal = sum(len(encode_sorted(fleet.owned(name).keys, KEY_LIMIT)) for name in fleet.published)
+    rounds: list[float] = []
+    ratio: list[float] = []
+    for i in range(joiners):
+        fleet.run_until(fleet.now + 5)
+        name, start = f"joiner-{i}", fleet.now
+        fleet.add(name, 0)
+        fleet.counting = True
+        while not fleet.whole(name):
+            if not fleet.run_to(name, start + GIVE_UP_S):
+                raise RuntimeError(f"{name} is not whole after {GIVE_UP_S} s")
+        rounds.append((fleet.now - start) / settings.interval_s)
+        # What is under way to it counts as well.
+        ratio.append(fleet.received[name] / ideal)
+        fleet.counting = False
+        fleet.remove(name)
+    return rounds, ratio
+
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+
+def memory(options: argparse.Namespace) -> Iterator[Row]:
+    """Rows of what one peer's endpoint takes at a node, its part of the merged index included."""
+    for keys, published in ((options.keys, "every block"), (anchor_keys(options.keys), "default anchors")):
+        changes = options.changes * keys // options.keys
+        idle_bytes, early, late = replica_bytes(keys, changes)
+        name = f"memory per peer endpoint, {options.keys} blocks, {published}"
+        yield Row(f"{name}: idle", idle_bytes / 1e6, "MB")
+        yield Row(f"{name}: idle, per key of {keys}", idle_bytes / keys, "B")
+        yield Row(f"{name}: busy, after a quarter of {changes} changes", early / 1e6, "MB")
+        yield Row(f"{name}: busy, after all of them", late / 1e6, "MB")
+        yield Row(f"{name}: growth between the two", 100 * (late / early - 1), "%", 5)
+
+
+def replica_bytes(keys: int, changes: int) -> tuple[float, float, float]:
+    """Bytes that are freed with a node that holds a replica: before any change, after a quarter of `changes`, after all.
+
+    From each is taken what is freed with a node that holds none. Half of the changes are adds, half removals.
+    """
+    rng = random.Random(1)
+    settings = NodeSettings(datagram_bytes=STREAMS.datagram_bytes, burst_bytes=STREAMS.burst_bytes)
+    tracemalloc.start()
+    try:
+        owner = Gossip("owner", DOMAIN, settings, rng, 0.0, lambda _: None, Counter(), lambda *_: None)
+        published = owner.members.join("owner/0", 1, "http://127.0.0.1:8000", 0.0).keys
+        assert isinstance(published, OwnedSet)
+        live = deque({rng.getrandbits(48) for _ in range(keys)})
+        published.gather(Changes(set(live), set()))
+        nodes: dict[str, Node] = {}
+        for name in ("bare", "idle", "early", "late"):
+            nodes[name] = Node(name, DOMAIN, rng=rng, now=0.0, settings=settings)
+            nodes[name].add_peer("owner", "owner", 0.0)
+        bare = freed(nodes, "bare")
+        for name in nodes:
+            owner.members.add_peer(name, name, 0.0)
+        now = converse(owner, published, nodes, 0.0)
+        sizes = [freed(nodes, "idle") - bare]
+        step, done = max(2, round(settings.publish_share * keys)), 0
+        for name, until in (("early", changes // 4), ("late", changes)):
+            while done < until:
+                added = [rng.getrandbits(48) for _ in range(step // 2)]
+                published.gather(Changes(set(added), {live.popleft() for _ in added}))
+                live.extend(added)
+                done += 2 * len(added)
+                owner.tempo.stir(now)
+                now = converse(owner, published, nodes, now)
+            sizes.append(freed(nodes, name) - bare)
+    finally:
+        tracemalloc.stop()
+    return sizes[0], sizes[1], sizes[2]
+
+
+def converse(owner: Gossip, published: OwnedSet, nodes: dict[str, Node], now: float) -> float:
+    """Let all exchange until each node has what the owner published last; return the time then."""
+    version, give_up = published.version + 1, now + GIVE_UP_S
+    while published.version < version or any(
+        (held := node.digests().get("owner/0")) is None or held.version < version for node in nodes.values()
+    ):
+        if now > give_up:
+            raise RuntimeError(f"version {version} has not arrived after {GIVE_UP_S} s")
+        now += owner.settings.interval_s
+        owner.exchange(now)
+        for node in nodes.values():
+            node.handle_timer(now)
+            node.events()
+        under_way = True
+        while under_way:
+            under_way = False
+            for sent in owner.take_outbox():
+                under_way = True
+                if str(sent.address) in nodes:
+                    nodes[str(sent.address)].receive_datagram(sent.data, "owner", now)
+            for name, node in nodes.items():
+                for sent in node.datagrams_to_send(now):
+                    under_way = True
+                    owner.receive(sent.data, name, now)
+    return now
+
+
+def freed(nodes: dict[str, Node], name: str) -> int:
+    """Drop a node; return the bytes that were freed by it."""
+    gc.collect()
+    before = tracemalloc.get_traced_memory()[0]
+    del nodes[name]
+    gc.collect()
+    return before - tracemalloc.get_traced_memory()[0]
+
+
+# --- the program -------------------------------------------------------------------------------------------
+
+PARTS = {"idle": idle, "busy": busy, "joiner": joiner, "memory": memory}
+QUICK = {"idle_nodes": 3, "idle_blocks": 50, "settle": 2.0, "measure": 2.0, "nodes": 8, "datagram_nodes": 4}
+QUICK |= {"base": 2000, "warm": 2.0, "seconds": 2.0, "keys": 5000, "holders": 3, "joiners": 2, "changes": 100_000}
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts to run ({','.join(PARTS)})")
+    parser.add_argument("--quick", action="store_true", help="small sizes, for a look: the bars are for the full ones")
+    parser.add_argument("--json", metavar="FILE", help='write the rows as JSON ("-": standard output, no table)')
+    for name, kind, default, unit in (
+        ("idle-nodes", int, 8, "idle: processes"),
+        ("idle-blocks", int, 1000, "idle: blocks of each"),
+        ("settle", float, 10.0, "idle: seconds before it is measured"),
+        ("measure", float, 20.0, "idle: seconds measured"),
+        ("nodes", int, 64, "busy: nodes on streams"),
+        ("datagram-nodes", int, 16, "busy: nodes with datagrams of 1,200 bytes"),
+        ("base", int, 20_000, "busy: keys of each endpoint"),
+        ("rate", float, 625.0, "busy: blocks that come, and that go, at each node in a second"),
+        ("warm", float, 2.5, "busy: simulated seconds before it is measured"),
+        ("seconds", float, 3.0, "busy: simulated seconds measured"),
+        ("keys", int, BLOCKS, "joiner, memory: blocks of each endpoint"),
+        ("holders", int, 8, "joiner: nodes that it joins"),
+        ("joiners", int, 5, "joiner: how many join, one after another"),
+        ("changes", int, 1_000_000, "memory: blocks that come or go"),
+    ):
+        quick = QUICK.get(name.replace("-", "_"), default)
+        parser.add_argument(f"--{name}", type=kind, help=f"{unit} ({default:,}; quick {quick:,})")
+        parser.set_defaults(**{f"full_{name.replace('-', '_')}": default})
+    options = parser.parse_args()
+    for name, full in [(n[5:], v) for n, v in vars(options).items() if n.startswith("full_")]:
+        if getattr(options, name) is None:
+            setattr(options, name, QUICK.get(name, full) if options.quick else full)
+    if unknown := set(options.only.split(",")) - PARTS.keys():
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    return options
+
+
+def main() -> int:
+    """Print the table, and write it as JSON when asked."""
+    options = parsed()
+    publish([(part, PARTS[part](options)) for part in options.only.split(",")], options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

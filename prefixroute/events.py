@@ -155,7 +155,9 @@ class DomainMismatch:
 
 @dataclass(frozen=True, slots=True)
 class PeerChanged:
-    """A peer was ``heard``, ``suspected`` (silent) or ``removed``, or forwards to it ``suspended`` or ``resumed``."""
+    """A peer was ``learnt``, ``heard``, ``suspected`` (silent), ``forgotten`` or ``removed``, or forwards to it were
+    ``suspended`` or ``resumed``.
+    """
 
     peer: str
     state: str
@@ -165,7 +167,8 @@ class PeerChanged:
 @dataclass(frozen=True, slots=True)
 class ReplicaChanged:
     """A peer endpoint was ``learnt`` or ``forgotten``, its replica ``replaced`` or ``discarded``; or an own endpoint
-    was ``refuted``: it met a later life of itself and moved past it. `reason` says why.
+    was ``refuted``: it met a later life of itself and moved past it. `reason` says why: what is forgotten may be
+    unheard, removed by the caller, or have ``left``.
     """
 
     endpoint: str

@@ -19,6 +19,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
+from itertools import chain
 from typing import NamedTuple
 
 from cachetools import LRUCache
@@ -122,8 +123,8 @@ class Gossip:
                 peer.probes.pop(next(iter(peer.probes)))
             peer.probes[self._nonce] = now
             copies = self._rotated()
-            entries = [copy.entry(now, copy.mine) for copy in copies]
-            entries += [left.entry(endpoint, now) for endpoint, left in self.members.left.items()]
+            left = (gone.entry(endpoint, now) for endpoint, gone in self.members.left.items())
+            entries = chain((copy.entry(now, copy.mine) for copy in copies), left)
             sent = self._send(peer, Kind.SYN, 0, entries, [])
             self._turns.update(copy.mine for copy in copies[:sent])
         self.tempo.went(len(self.peers), now)

@@ -52,6 +52,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["demo", "--out", "/dev/null/x"], "cannot write to /dev/null/x"),
         (["demo", "--json", "/dev/null/x/all.json"], "cannot write to /dev/null/x"),
         (["demo", "--frequency", "3"], "unrecognized arguments: --frequency"),
+        (["simulate"], "required: subject"),
+        (["simulate", "weather"], "invalid choice: 'weather'"),
+        (["simulate", "replication", "--schedules", "0"], "schedules >= 1"),
+        (["simulate", "replication", "--workers", "0"], "workers >= 1"),
+        (["simulate", "replication", "--replay", "/nowhere/at/all"], "cannot read /nowhere/at/all"),
+        (["simulate", "replication", "--json", "/dev/null/x"], "cannot write /dev/null/x"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(
@@ -86,7 +92,7 @@ def test_help_and_version_need_no_extra() -> None:
         "from prefixroute.cli import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    for arguments in (["--help"], ["demo", "--help"], ["--version"]):
+    for arguments in (["--help"], ["demo", "--help"], ["simulate", "--help"], ["--version"]):
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert "prefixroute" in done.stdout

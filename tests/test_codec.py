@@ -89,6 +89,13 @@ def test_another_code_is_refused(what: str) -> None:
     assert caught.value.kind == "keys"
 
 
+def test_a_gap_that_would_wrap_around_is_refused() -> None:
+    # 2**16 zero bits, at w = 48, are a gap of 2**64.
+    code = (1).to_bytes(4, "little") + (8193).to_bytes(4, "little") + bytes(8192) + b"\x80" + bytes(6)
+    with pytest.raises(DecodeError):
+        decode_sorted(code, 1 << 48)
+
+
 @exact
 @given(sets())
 def test_it_is_the_definition_and_comes_back(case: tuple[list[int], int]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from network import DOMAIN, Engine, Network, copies, fleet, gossip, only, pair
 
 from prefixroute import Domain, LoadReport, Node, NodeSettings, PeerChanged, UsageError
-from prefixroute.digest import KEY_LIMIT, Kind, decode
+from prefixroute.digest import Kind, decode
 
 SECRET = DOMAIN.secret
 

@@ -148,6 +148,20 @@ def test_adapters_and_examples_use_public_names(path: Path) -> None:
         assert imported.name in defined(source if source.exists() else PACKAGE / module / "__init__.py"), imported
 
 
+SIMULATOR = sorted((PACKAGE / "sim").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", SIMULATOR, ids=lambda path: path.stem)
+def test_the_simulator_uses_public_names_and_reads_no_clock_but_in_its_runner(path: Path) -> None:
+    for imported in imports(path):
+        package, _, module = imported.module.partition(".")
+        if package == "prefixroute" and module.split(".")[0] != "sim":
+            assert not module, imported
+            assert imported.name in prefixroute.__all__, imported
+        if path.stem != "replication":
+            assert package not in {"asyncio", "socket", "time", "threading", "multiprocessing"}, imported
+
+
 def test_public_names_exist_and_are_sorted() -> None:
     assert len(set(prefixroute.__all__)) == len(prefixroute.__all__)
     assert all(hasattr(prefixroute, name) for name in prefixroute.__all__)

@@ -51,6 +51,14 @@ def test_a_delta_that_does_not_fit_what_is_held_discards_the_copy(
     b._check()
 
 
+def test_a_delta_that_would_hold_a_key_twice_is_seen_even_where_the_checksum_is_right() -> None:
+    b = holder_of(3, 9)
+    twice = (checksum(array(3, 9)) + checksum(array(3))) % 2**64
+    b.receive_datagram(sent_by("a", Kind.ACK, updates=[update_of("a/0", 1, 2, 3, 3, checksum=twice)]), "at a", 0.0)
+    assert (copies(b)["a/0"].held, b.counters["checksum_mismatches"]) == ((1, 0), 1)
+    b._check()
+
+
 def test_a_delta_that_fits_is_applied_and_a_snapshot_that_does_not_sum_up_is_discarded() -> None:
     b = holder_of(3, 9)
     good = update_of("a/0", 1, 2, 3, 99, removed=encode_sorted(array(0), 2), checksum=checksum(array(9, 99)), every=8)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from prefixroute import Datagram, Node, NodeSettings
 from prefixroute.replica import Verdict, judge
 from prefixroute.sim import InvariantError, Link, Network
-from prefixroute.sim.schedule import settle
+from prefixroute.sim.quiet import settle
 
 # --- #176: no snapshot where a delta applies ---------------------------------------------------------------
 

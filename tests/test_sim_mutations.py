@@ -60,9 +60,10 @@ class Agreeable(int):
     __hash__ = int.__hash__
 
 
-def held_nothing(held: tuple[int, int], *change: int) -> Verdict:
+def held_nothing(held: tuple[int, int], incarnation: int, since: int, version: int) -> Verdict:
     """Judge for a copy of which no keys have come as if not even its life were known."""
-    return JUDGE(held if held[1] else (0, 0), *change)
+    known = held[1] or incarnation < held[0]
+    return JUDGE(held if known else (0, 0), incarnation, since, version)
 
 
 def learn_of_no_life(self: members.Members, entry: Any, teller: str, now: float) -> None:
@@ -187,8 +188,8 @@ COVERED = [
     # An entry that tells of a new life empties the copy, so its snapshot is the first of the same life.
     Mutation("a newer life's snapshot is dropped", row(Life.NEWER, None, SNAPSHOT, Verdict.DROP), set()),
     Mutation("a newer life's delta is applied", row(Life.NEWER, None, DELTA, Verdict.APPLY), set(), story=LATE_DELTA),
-    Mutation("a new life shows by its snapshot only", NO_WORD_OF_LIVES, set()),
-    Mutation("a copy without keys has no life", NOTHING_KNOWN, set()),
+    Mutation("a new life shows by its snapshot only", NO_WORD_OF_LIVES, set(), ROUGH),
+    Mutation("a copy without keys has no life", NOTHING_KNOWN, set(), ROUGH),
     # News that is too old is ignored, whether or not the endpoint is remembered ...
     Mutation("the forgotten are not remembered", NO_MEMORY, set()),
     # ... and what was forgotten comes back only with later words, however young those claim to be.

@@ -27,8 +27,10 @@ from prefixroute.sim import (
     generate,
     replication,
 )
+from prefixroute.sim.actions import ACTIONS
 from prefixroute.sim.invariants import held_bytes
-from prefixroute.sim.schedule import ACTIONS, parse, play, settle
+from prefixroute.sim.quiet import settle
+from prefixroute.sim.schedule import parse, play
 from prefixroute.sim.shrink import shrink
 
 # --- schedules ---------------------------------------------------------------------------------------------
