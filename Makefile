@@ -4,10 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench bench-replication clean
 
 help:                           ## this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/'
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/'
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and "prefixroute needs Python 3.10 or newer, this is " + sys.version.split()[0])'
@@ -36,6 +36,10 @@ check: $(VENV)/.dev             ## lint, format, types, import rules
 
 bench: $(VENV)/.dev             ## what a decision costs (ARGS=...)
 	$(BIN)/python benchmarks/route.py $(ARGS)
+
+bench-replication: $(VENV)/.dev ## what replication takes: bytes, staleness, memory, idle CPU; 5 minutes (ARGS=--quick)
+	$(BIN)/python benchmarks/digest.py $(ARGS)
+	$(BIN)/python benchmarks/gossip.py $(ARGS)
 
 clean:                          ## remove what the targets made
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .coverage build dist demo-out

@@ -8,6 +8,8 @@ time of the whole process. *busy* and *joiner*: the real `Gossip` objects on vir
 each datagram by 1 to 3 ms and loses a share of them. They have no index: 64 indexes of 64 sets would not fit here.
 Streams stand for messages of 64 KiB, 1 MiB an answer.
 
+Busy sets have 20,000 keys, so that 64 copies of 64 sets fit; `publish_share` is raised by as much as they are smaller
+than 100,000, so that the same number of changes is published before `publish_within_s` is over: the clock decides.
 Staleness of a replica is the age of the first published version that it lacks, sampled over all pairs. The ideal sends
 each published step's codes once to each other node, without any frame, vector or repetition.
 """
@@ -31,7 +33,7 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from figures import Row, publish
-from gossip_fleet import DOMAIN, Fleet
+from gossip_fleet import DOMAIN, GIVE_UP_S, Fleet
 
 from prefixroute import BlocksStored, EngineBatch, Node, NodeSettings
 from prefixroute.aio import Driver, UdpTransport
@@ -54,7 +56,6 @@ STREAMS = GossipSettings(datagram_bytes=65536, burst_bytes=1 << 20)
 DATAGRAMS = GossipSettings()
 UDP_IP_BYTES = 28
 SAMPLE_S = 0.1
-GIVE_UP_S = 30.0
 
 
 # --- idle: processes on loopback ---------------------------------------------------------------------------
@@ -70,7 +71,11 @@ class Idle(NamedTuple):
 
 def idle_worker(pipe: Connection, number: int, blocks: int, settle_s: float, measure_s: float) -> None:
     """Be one node of an idle fleet: tell the port, take the peers' ports, settle, measure, stay until told to go."""
-    asyncio.run(idle_node(pipe, number, blocks, settle_s, measure_s))
+    try:
+        asyncio.run(idle_node(pipe, number, blocks, settle_s, measure_s))
+    except EOFError:
+        # The benchmark has stopped.
+        return
 
 
 async def idle_node(pipe: Connection, number: int, blocks: int, settle_s: float, measure_s: float) -> None:
@@ -83,18 +88,20 @@ async def idle_node(pipe: Connection, number: int, blocks: int, settle_s: float,
     transport = await UdpTransport.open()
     loop = asyncio.get_running_loop()
     pipe.send(transport.address[1])
-    for peer, port in enumerate(await loop.run_in_executor(None, pipe.recv)):
+    ports = await loop.run_in_executor(None, pipe.recv)
+    for peer, port in enumerate(ports):
         if peer != number:
             node.add_peer(f"node-{peer}", ("127.0.0.1", port), time.monotonic())
     async with Driver(node, transport) as driver:
+        while sum(row.blocks for row in node.stats(driver.now()).endpoints) < len(ports) * blocks:
+            await asyncio.sleep(0.05)
         await asyncio.sleep(settle_s)
-        held = sum(row.blocks for row in node.stats(driver.now()).endpoints)
         before, cpu, start = Counter(node.counters), time.process_time(), time.monotonic()
         await asyncio.sleep(measure_s)
         cpu, seconds = time.process_time() - cpu, time.monotonic() - start
         used = Counter(node.counters)
         used.subtract(before)
-        pipe.send((held, Idle(seconds, cpu, dict(used))))
+        pipe.send(Idle(seconds, cpu, dict(used)))
         # The others measure still.
         await loop.run_in_executor(None, pipe.recv)
 
@@ -118,7 +125,7 @@ def idle(options: argparse.Namespace) -> Iterator[Row]:
         ports = [received(pipe, 60) for pipe in pipes]
         for pipe in pipes:
             pipe.send(ports)
-        told = [received(pipe, settle_s + measure_s + 60) for pipe in pipes]
+        used = [received(pipe, settle_s + measure_s + 60) for pipe in pipes]
         for pipe in pipes:
             pipe.send("go")
         for worker in workers:
@@ -128,9 +135,6 @@ def idle(options: argparse.Namespace) -> Iterator[Row]:
             if worker.is_alive():
                 worker.terminate()
                 worker.join(10)
-    if any(held != n * blocks for held, _ in told):
-        raise RuntimeError(f"after {settle_s} s not every node held all {n * blocks} blocks: settle longer")
-    used = [idle for _, idle in told]
     sent = [(u.counters["bytes_sent"] / u.seconds, u.counters["datagrams_sent"] / u.seconds) for u in used]
     name = f"idle, {n} processes, UDP"
     yield Row(f"{name}: payload sent per node", mean(b for b, _ in sent), "B/s", 1024)
@@ -179,13 +183,14 @@ def busy_rows(run: Busy) -> list[Row]:
     # As many changes must be pending before the clock as with sets of `BLOCKS`.
     share = min(1.0, GossipSettings().publish_share * BLOCKS / run.base)
     settings = replace(STREAMS if run.streams else DATAGRAMS, publish_share=share)
-    fleet = Fleet(settings, run.loss, 1, run.rate)
-    for i in range(run.nodes):
-        fleet.add(f"node-{i}", run.base)
-    fleet.run_until(run.warm_s)
+    fleet = Fleet(replace(STREAMS, publish_share=share), 1)
+    # Over clean streams: how a fleet fills is what the joiners tell.
+    fleet.fill(run.nodes, run.base)
+    fleet.retune(settings, run.loss, run.rate)
+    fleet.run_until(fleet.now + run.warm_s)
     fleet.counting = True
     lags: list[float] = []
-    while fleet.now < run.warm_s + run.seconds - SAMPLE_S / 2:
+    for _ in range(round(run.seconds / SAMPLE_S)):
         fleet.run_until(fleet.now + SAMPLE_S)
         lags += [fleet.lag(name, owner) for name in fleet.gossips for owner in fleet.published if name != owner]
     lags.sort()
@@ -259,14 +264,8 @@ def joiner(options: argparse.Namespace) -> Iterator[Row]:
 def join(keys: int, streams: bool, loss: float, holders: int, joiners: int) -> tuple[list[float], list[float]]:
     """Rounds until each joiner is whole, and bytes sent to it over those of the snapshots' codes."""
     settings = STREAMS if streams else DATAGRAMS
-    # The holders fill over clean streams: that is not what is measured.
-    fleet = Fleet(STREAMS, 0.0, 1)
-    for i in range(holders):
-        fleet.add(f"node-{i}", keys)
-    while not all(fleet.whole(name) and fleet.owned(name).version > 1 for name in fleet.gossips):
-        fleet.run_until(fleet.now + SAMPLE_S)
-        if fleet.now > GIVE_UP_S:
-            raise RuntimeError(f"the fleet is not whole after {GIVE_UP_S} s")
+    fleet = Fleet(STREAMS, 1)
+    fleet.fill(holders, keys)
     fleet.retune(settings, loss)
     ideal = sum(len(encode_sorted(fleet.owned(name).keys, KEY_LIMIT)) for name in fleet.published)
     rounds: list[float] = []
@@ -304,9 +303,10 @@ def memory(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def replica_bytes(keys: int, changes: int) -> tuple[float, float, float]:
-    """Bytes that are freed with a node that holds a replica: before any change, after a quarter of `changes`, after all.
+    """Bytes of a replica at a node: before any change, after a quarter of `changes`, and after all of them.
 
-    From each is taken what is freed with a node that holds none. Half of the changes are adds, half removals.
+    They are what is freed with a node that holds it, less what is freed with one that holds none. Half of the changes
+    are adds, half removals.
     """
     rng = random.Random(1)
     settings = NodeSettings(datagram_bytes=STREAMS.datagram_bytes, burst_bytes=STREAMS.burst_bytes)
@@ -381,7 +381,7 @@ def freed(nodes: dict[str, Node], name: str) -> int:
 
 PARTS = {"idle": idle, "busy": busy, "joiner": joiner, "memory": memory}
 QUICK = {"idle_nodes": 3, "idle_blocks": 50, "settle": 2.0, "measure": 2.0, "nodes": 8, "datagram_nodes": 4}
-QUICK |= {"base": 2000, "warm": 2.0, "seconds": 2.0, "keys": 5000, "holders": 3, "joiners": 2, "changes": 100_000}
+QUICK |= {"base": 2000, "warm": 1.0, "seconds": 2.0, "keys": 5000, "holders": 3, "joiners": 2, "changes": 100_000}
 
 
 def parsed() -> argparse.Namespace:
@@ -393,13 +393,13 @@ def parsed() -> argparse.Namespace:
     for name, kind, default, unit in (
         ("idle-nodes", int, 8, "idle: processes"),
         ("idle-blocks", int, 1000, "idle: blocks of each"),
-        ("settle", float, 10.0, "idle: seconds before it is measured"),
+        ("settle", float, 10.0, "idle: seconds after all is replicated, before it is measured"),
         ("measure", float, 20.0, "idle: seconds measured"),
         ("nodes", int, 64, "busy: nodes on streams"),
         ("datagram-nodes", int, 16, "busy: nodes with datagrams of 1,200 bytes"),
         ("base", int, 20_000, "busy: keys of each endpoint"),
         ("rate", float, 625.0, "busy: blocks that come, and that go, at each node in a second"),
-        ("warm", float, 2.5, "busy: simulated seconds before it is measured"),
+        ("warm", float, 1.5, "busy: simulated seconds of change before it is measured"),
         ("seconds", float, 3.0, "busy: simulated seconds measured"),
         ("keys", int, BLOCKS, "joiner, memory: blocks of each endpoint"),
         ("holders", int, 8, "joiner: nodes that it joins"),

@@ -24,12 +24,18 @@ from prefixroute.tempo import GossipSettings
 
 DOMAIN = Domain("bench", "bench", 16, secret=b"bench")
 DELAY_S = 0.002
+GIVE_UP_S = 60.0
+"""Nothing that is waited for takes so long."""
 
 
 class Fleet:
-    """Gossips on virtual time, all peers of each other. `rate` blocks come and as many go at each node in a second."""
+    """Gossips on virtual time, all peers of each other.
 
-    def __init__(self, settings: GossipSettings, loss: float, seed: int, rate: float = 0.0) -> None:
+    Nothing is lost and nothing changes until `retune` says so; then `rate` blocks come, and as many go, at each node
+    in a second.
+    """
+
+    def __init__(self, settings: GossipSettings, seed: int) -> None:
         self.now = 0.0
         self.gossips: dict[str, Gossip] = {}
         self.published: dict[str, list[float]] = {}
@@ -41,8 +47,8 @@ class Fleet:
         """Bytes that were sent to each node, lost ones included."""
         self.counting = False
         self._settings = settings
-        self._loss = loss
-        self._rate = rate
+        self._loss = 0.0
+        self._rate = 0.0
         self._rng = random.Random(seed)
         self._keys = np.random.default_rng(seed)
         self._live: dict[str, deque[int]] = {}
@@ -77,11 +83,22 @@ class Fleet:
         for gossip in self.gossips.values():
             gossip.members.remove_peer(name)
 
-    def retune(self, settings: GossipSettings, loss: float) -> None:
-        """Go on with other settings, in every node, and another loss."""
-        self._settings, self._loss = settings, loss
-        for gossip in self.gossips.values():
+    def retune(self, settings: GossipSettings, loss: float, rate: float = 0.0) -> None:
+        """Go on with other settings, in every node, another loss, and another rate of change."""
+        self._settings, self._loss, self._rate = settings, loss, rate
+        for name, gossip in self.gossips.items():
             gossip.settings = settings
+            self._churned[name] = self.now
+
+    def fill(self, nodes: int, keys: int) -> None:
+        """Let nodes in and run until each has every other's set. Raises `RuntimeError` if that does not end."""
+        for i in range(nodes):
+            self.add(f"node-{i}", keys)
+        give_up = self.now + GIVE_UP_S
+        while not all(self.whole(name) and self.owned(name).version > 1 for name in self.gossips):
+            self.run_until(self.now + self._settings.interval_s)
+            if self.now > give_up:
+                raise RuntimeError(f"the fleet is not whole after {GIVE_UP_S} s")
 
     def owned(self, name: str) -> OwnedSet:
         """A node's own set."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from .errors import DecodeError
@@ -95,6 +94,8 @@ def _read(packed: NDArray[np.uint8], n: int, w: int) -> Keys:
     padded = np.zeros(len(packed) + 8, np.uint8)
     padded[: len(packed)] = packed
     starts = np.arange(n, dtype=np.int64) * w
-    words = sliding_window_view(padded, 8)[starts >> 3].view(">u8").reshape(n).astype(np.uint64)
+    # Eight bytes from every byte on, overlapping: numpy's own windows cost 30 us more, half of a small decode.
+    windows: NDArray[np.uint64] = np.ndarray((len(packed) + 1,), ">u8", padded.data, 0, (1,))
+    words = windows[starts >> 3].astype(np.uint64)
     numbers: Keys = (words << (starts & 7).astype(np.uint64)) >> np.uint64(64 - w)
     return numbers

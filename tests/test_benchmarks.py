@@ -1,4 +1,4 @@
-"""The benchmark runs and writes what it promises; its figures are no test's business."""
+"""The benchmarks run and write what they promise; their figures are no test's business, but they are plausible."""
 
 from __future__ import annotations
 
@@ -6,15 +6,114 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-ROUTE = Path(__file__).parent.parent / "benchmarks" / "route.py"
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def run(name: str, *arguments: str) -> dict[str, Any]:
+    """Run a benchmark; return the JSON that it writes to standard output."""
+    command = [sys.executable, str(BENCHMARKS / name), *arguments, "--json", "-"]
+    written: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return written
+
+
+def figures(name: str, *arguments: str) -> dict[str, float]:
+    """Run a benchmark of replication; return its figures by name, each row checked for its form."""
+    written = run(name, *arguments)
+    assert set(written) == {"rows", "machine"} and written["machine"]["python"]
+    for row in written["rows"]:
+        assert set(row) == {"what", "value", "unit", "bar", "met"}
+        assert row["met"] is (row["bar"] is None or row["value"] <= row["bar"])
+    values = {row["what"]: row["value"] for row in written["rows"]}
+    assert len(values) == len(written["rows"])
+    return values
+
+
+def the(values: dict[str, float], *parts: str) -> float:
+    """The one figure whose name has all these parts."""
+    (value,) = [value for what, value in values.items() if all(part in what for part in parts)]
+    return value
 
 
 def test_route_writes_a_row_for_each_case_and_form() -> None:
-    arguments = ["--endpoints", "3", "--blocks", "40", "--repeat", "1", "--json"]
-    done = subprocess.run([sys.executable, str(ROUTE), *arguments], capture_output=True, text=True, check=True)
-    rows = json.loads(done.stdout)["rows"]
+    rows = run("route.py", "--endpoints", "3", "--blocks", "40", "--repeat", "1")["rows"]
     assert [(row["case"], row["form"]) for row in rows] == [
         (case, form) for case in ("hit", "half", "miss") for form in ("list", "buffer", "chain")
     ]
     assert all(row["endpoints"] == 3 and row["blocks"] == 40 and row["route_us"] > 0 for row in rows)
+
+
+def test_digest_sizes_and_times() -> None:
+    values = figures(
+        "digest.py", "--only", "snapshot,delta,times", "--keys", "4000", "--changed", "50", "--repeat", "2"
+    )
+    # 48 bits less log2(n), and 1.44 at least: no code of a random set is shorter.
+    assert (48 - 12 + 1.44) / 8 < the(values, "snapshot", "streams") < the(values, "snapshot", "1,200 B") < 6
+    assert (40 - 12 + 1.44) / 8 < the(values, "40-bit") < the(values, "snapshot", "streams")
+    assert the(values, "removals on 4,000: removals") < the(values, "removals on 4,000: adds")
+    both = the(values, "removals on 4,000: removals") + the(values, "removals on 4,000: adds")
+    assert 50 * both < the(values, "the whole update") < 50 * both + 100
+    assert all(value > 0 for what, value in values.items() if "of 2" in what)
+
+
+def test_digest_anchors_of_chat_and_of_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"hash_ids": [0, *range(10 * i + 1, 10 * i + 8), *([10 * i + 8] if i % 2 else [])]} for i in range(60)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sizes = ["--requests", "500", "--queries", "200", "--trace", str(trace), "--trace-requests", "50"]
+    values = figures("digest.py", "--only", "chat,trace", *sizes)
+    assert the(values, "trace", "requests") == 50
+    # One block of ids is shared, seven are each request's own, and every other has one more.
+    assert the(values, "trace", "cached blocks") == 32 * (1 + 50 * 7 + 25)
+    for workload in ("chat", "trace"):
+        assert the(values, workload, "stride") == 2
+        assert 50 <= the(values, workload, "share") < 70
+        assert the(values, workload, "over-estimate, continued") == the(values, workload, "over-estimate, fork") == 0
+        assert the(values, workload, "under-estimate, continued", "mean") == 0
+        assert 0 < the(values, workload, "under-estimate, fork", "mean") < 1
+        assert the(values, workload, "under-estimate, fork", "p99") == 1
+
+
+def test_gossip_idle_processes() -> None:
+    sizes = ["--idle-nodes", "2", "--idle-blocks", "20", "--settle", "0.1", "--measure", "0.5"]
+    values = figures("gossip.py", "--only", "idle", *sizes)
+    datagrams = the(values, "datagrams sent")
+    assert datagrams > 0
+    headers = the(values, "with UDP and IP") - the(values, "payload")
+    assert abs(headers - 28 * datagrams) < 0.01 * headers
+    assert the(values, "payload") > 50 * datagrams
+    assert 0 < the(values, "CPU", "mean") <= the(values, "CPU", "most")
+
+
+def test_gossip_busy_fleets() -> None:
+    sizes = ["--nodes", "4", "--datagram-nodes", "3", "--base", "500", "--warm", "1", "--seconds", "2", "--rate", "100"]
+    values = figures("gossip.py", "--only", "busy", *sizes)
+    for name in ("4 nodes, streams, 0%", "4 nodes, streams, 30%", "3 nodes, 1,200 B, 0%", "3 nodes, 1,200 B, 30%"):
+        spread = [the(values, name, f"staleness, {part}") for part in ("p50", "p99", "most")]
+        assert 0 <= spread[0] <= spread[1] <= spread[2] < 5
+        assert 0 < the(values, name, "staleness, mean") < spread[2]
+        assert 1 < the(values, name, "over the ideal") < 10
+        parts = [the(values, name, f"of it {kind}") for kind in ("vectors", "deltas", "snapshots")]
+        assert parts[0] > 0 and parts[1] > 0
+        assert abs(sum(parts) - the(values, name, "sent per node", "busy", ": sent")) < 0.01
+        assert 0 < the(values, name, "until all have its new set") < 50
+        assert 0 < the(values, name, "until it has all sets again") < 50
+    assert the(values, "streams, 30%", "over the ideal") > the(values, "streams, 0%", "over the ideal")
+
+
+def test_gossip_joiners_and_memory() -> None:
+    sizes = ["--keys", "12000", "--holders", "2", "--joiners", "2", "--changes", "20000"]
+    values = figures("gossip.py", "--only", "joiner,memory", *sizes)
+    joins = {what.rpartition(":")[0] for what in values if what.startswith("joiner")}
+    assert len(joins) == 6
+    for name in joins:
+        assert 0 < the(values, f"{name}: whole, median") <= the(values, f"{name}: whole, most") < 50
+        assert the(values, f"{name}: bytes") > 1
+    for published, keys in (("every block", 12000), ("default anchors", 6360)):
+        # 8 bytes in the set, 32 of an int, 16 at least in a dict.
+        assert 56 < the(values, "memory", published, f"idle, per key of {keys}") < 250
+        assert (
+            the(values, "memory", published, "after all of them") > 0
+            and the(values, "memory", published, "growth") > -50
+        )

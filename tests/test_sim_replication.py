@@ -146,6 +146,24 @@ def test_a_failure_becomes_a_short_story_that_can_be_replayed(monkeypatch: pytes
     assert play(story.schedule).violation is None
 
 
+@pytest.mark.parametrize(
+    "story",
+    [
+        # A life that reuses its incarnation comes to the same version with another set.
+        "seed 9\nnodes 3\nsettings interval_s=0.1 suspect_after_s=1.2 forget_after_s=2.4\n"
+        "0.05 store n1 1\n0 split n1\n0.05 restart n1 0\n0 store n1 1",
+        # One that was learnt, and forgotten while it stood still, must say again where it is.
+        "seed 71\nnodes 3\nsettings interval_s=0.1 idle_interval_s=0.1 publish_share=0.5 publish_within_s=0.0 "
+        "datagram_bytes=60000 burst_bytes=60000 forget_after_s=4.0 learn_peers=True contact=its-name\n"
+        "0.1 start n4\n4.18 pause n4 waits",
+        # An owner chooses its anchors anew in the middle of quiet.
+        "seed 1\nnodes 3\nsettings digest_bytes=300\n0.1 store n0 60\n5.2 evict n0 0.5",
+    ],
+)
+def test_stories_that_once_failed_are_over(story: str) -> None:
+    assert play(parse(story)).violation is None
+
+
 def test_only_failures_have_stories() -> None:
     schedule = generate(1, 2)
     with pytest.raises(ValueError, match="broke no rule"):

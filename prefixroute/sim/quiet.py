@@ -5,6 +5,9 @@ from __future__ import annotations
 from .invariants import InvariantError, Violation
 from .network import Network
 
+REFIT_ROUNDS = 20
+"""Rounds within which a set that is published anew in quiet is everywhere."""
+
 
 def quiet_rounds(net: Network) -> float:
     """Return after how many rounds of quiet all replicas must be their owners' sets.
@@ -47,6 +50,11 @@ def settle(net: Network) -> float:
     if net.ghosts():
         ends = began + settings.forget_after_s + 15 * pace
     net.run(max(ends, net.now + 3 * pace) - net.now)
+    for _ in range(REFIT_ROUNDS):
+        # An owner may choose its anchors anew long after its engine's last change.
+        if not net.lagging():
+            break
+        net.run(pace)
     for what, found in (
         ("is alive, and no candidate", net.unheard()),
         ("is dead, and not forgotten", net.ghosts()),
