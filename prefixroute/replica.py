@@ -313,6 +313,28 @@ class WriterSet:
         self._frozen = Change(0, self.version, self.keys, NO_KEYS, self._checksum, self.every, 0, None, [])
         return self._frozen
 
+    def snapshot_at(self, version: int) -> Change | None:
+        """Return the snapshot of one version, if it is the frozen or the present one or the log leads back to it.
+
+        So a transfer that one node began can go on from any other. O(n), and again only for another version.
+        """
+        frozen = self._frozen
+        if frozen is not None and frozen.version == version:
+            return frozen
+        if version == self.version:
+            return self.snapshot(version - 1)
+        steps = self._steps(version, self.version)
+        if not steps:
+            return None
+        added, removed = _net(steps)
+        keys = np.sort(np.concatenate([np.setdiff1d(self.keys, added, assume_unique=True), removed]))
+        every = next((step.every for step in self._log if step.version == version), None)
+        if every is None:
+            # The log begins there, and does not tell at which stride.
+            return None
+        self._frozen = Change(0, version, keys, NO_KEYS, checksum(keys), every, 0, None, [])
+        return self._frozen
+
     def _check(self) -> None:
         """Assert order, checksum and the log's continuity. O(n)."""
         assert not bool((self.keys[1:] <= self.keys[:-1]).any())

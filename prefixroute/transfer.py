@@ -32,6 +32,9 @@ LEAST_KEY_BYTES = 128
 PART_KEYS = 48
 """A part's arrays take as much as so many keys."""
 
+FIRST = 1
+"""The version at which every life begins, with no keys: who holds it holds nothing."""
+
 MAX_STEPS = 8
 """Steps that are sent one by one; who is further behind gets the net change."""
 
@@ -75,10 +78,10 @@ def owed(keys: WriterSet, incarnation: int, entry: VectorEntry, now: float) -> l
     same_life = entry.incarnation == incarnation
     want = entry.want
     if want is not None and want.incarnation == incarnation:
-        begun = keys.snapshot() if want.since == 0 else keys.change(want.since, want.version)
-        if begun is not None and begun.version == want.version:
+        begun = keys.snapshot_at(want.version) if want.since == 0 else keys.change(want.since, want.version)
+        if begun is not None:
             return [Owed(begun, tuple(want.missing))]
-    if same_life and entry.version:
+    if same_life and entry.version > FIRST:
         whole = encoded_bytes(KEY_LIMIT, len(keys))
         steps = keys.successive(entry.version, MAX_STEPS)
         if steps and sum(size_bytes(step) for step in steps) <= whole:

@@ -58,11 +58,17 @@ def test_who_is_further_behind_is_owed_the_net_delta(behind: int) -> None:
 
 
 def test_steps_that_take_more_than_a_snapshot_give_way_to_their_net_change() -> None:
-    held = grown(1, 30)
-    held.advance(2, keys(*range(1000, 1060)), NO_KEYS)
-    held.advance(3, NO_KEYS, keys(*range(1000, 1060)))
-    change, _ = due(held, LIFE, entry(1))
-    assert (change.since, change.version, len(change.added), len(change.removed)) == (1, 3, 0, 0)
+    held = grown(2, 30)
+    held.advance(3, keys(*range(1000, 1060)), NO_KEYS)
+    held.advance(4, NO_KEYS, keys(*range(1000, 1060)))
+    change, _ = due(held, LIFE, entry(2))
+    assert (change.since, change.version, len(change.added), len(change.removed)) == (2, 4, 0, 0)
+
+
+def test_who_is_at_the_first_version_holds_nothing_and_is_owed_a_snapshot_at_once() -> None:
+    held = WriterSet()
+    held.replace(7, keys(*range(100)), now=50.0)
+    assert due(held, LIFE, entry(1), 50.1).change.since == 0
 
 
 def test_who_is_further_behind_than_the_log_is_owed_a_snapshot() -> None:
@@ -122,12 +128,12 @@ def test_the_smaller_of_delta_and_snapshot_is_owed(stay: int, go: int, come: int
     rng = random.Random(stay + 1000 * go)
     drawn = rng.sample(range(KEY_LIMIT), stay + go + come)
     held = WriterSet()
-    held.replace(1, keys(*drawn[: stay + go]))
-    held.advance(2, keys(*drawn[stay + go :]), keys(*drawn[stay : stay + go]))
-    delta, snapshot = held.change(1, 2), held.snapshot(1)
+    held.replace(2, keys(*drawn[: stay + go]))
+    held.advance(3, keys(*drawn[stay + go :]), keys(*drawn[stay : stay + go]))
+    delta, snapshot = held.change(2, 3), held.snapshot(2)
     assert delta is not None
-    change, _ = due(held, LIFE, entry(1))
-    assert change.since == (1 if size_bytes(delta) <= size_bytes(snapshot) else 0)
+    change, _ = due(held, LIFE, entry(2))
+    assert change.since == (2 if size_bytes(delta) <= size_bytes(snapshot) else 0)
     # The sizes that are compared are close bounds of what is then sent.
     for either in (delta, snapshot):
         assert coded_bytes(either) <= size_bytes(either) <= 1.25 * coded_bytes(either) + 16
@@ -158,12 +164,26 @@ def test_a_snapshot_that_was_begun_is_owed_in_what_is_missing_while_the_owner_ch
     assert ranges == tuple(missing)
 
 
+@pytest.mark.parametrize("version", range(2, 10))
+def test_a_snapshot_that_another_holder_began_is_made_again_from_the_log(version: int) -> None:
+    rng = random.Random(version)
+    held, states = grown(1, 100), dict[int, tuple[list[int], int, int]]()
+    for at in range(2, 10):
+        gone = rng.sample(held.tolist(), 7)
+        held.advance(at, keys(*sorted(rng.sample(range(10**6, 10**7), 5))), keys(*sorted(gone)), 2 ** (at % 3))
+        states[at] = (held.tolist(), held.checksum, held.every)
+    change, ranges = due(held, LIFE, entry(0, want=Want(LIFE, 0, version, [(44, KEY_LIMIT)])))
+    assert (change.since, change.version, ranges) == (0, version, ((44, KEY_LIMIT),))
+    assert (change.added.tolist(), change.checksum, change.every) == states[version]
+    assert held.snapshot_at(version) is change
+
+
 def test_a_delta_that_was_begun_is_owed_in_what_is_missing() -> None:
     change, ranges = due(grown(9), LIFE, entry(2, want=Want(LIFE, 2, 7, [(44, KEY_LIMIT)])))
     assert (change.since, change.version, ranges) == (2, 7, ((44, KEY_LIMIT),))
 
 
-@pytest.mark.parametrize("versions", [(LIFE - 1, 2, 7), (LIFE, 0, 7), (LIFE, 2, 12), (LIFE, 7, 2), (LIFE, 7, 7)])
+@pytest.mark.parametrize("versions", [(LIFE - 1, 2, 7), (LIFE, 0, 12), (LIFE, 2, 12), (LIFE, 7, 2), (LIFE, 7, 7)])
 def test_a_transfer_that_cannot_be_served_gives_way_to_what_is_due(versions: tuple[int, int, int]) -> None:
     wanted = entry(2, want=Want(*versions, [(44, KEY_LIMIT)]))
     found = owed(grown(9), LIFE, wanted, 100.0)
