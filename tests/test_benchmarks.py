@@ -87,12 +87,14 @@ def test_gossip_idle_processes() -> None:
 
 
 def test_gossip_busy_fleets() -> None:
-    sizes = ["--nodes", "4", "--datagram-nodes", "3", "--base", "500", "--warm", "1", "--seconds", "2", "--rate", "100"]
-    values = figures("gossip.py", "--only", "busy", *sizes)
+    nodes = ["--nodes", "4", "--datagram-nodes", "3", "--base", "500", "--rate", "100"]
+    times = ["--warm", "1", "--seconds", "2", "--datagram-seconds", "2"]
+    values = figures("gossip.py", "--only", "busy", *nodes, *times)
     for name in ("4 nodes, streams, 0%", "4 nodes, streams, 30%", "3 nodes, 1,200 B, 0%", "3 nodes, 1,200 B, 30%"):
-        spread = [the(values, name, f"staleness, {part}") for part in ("p50", "p99", "most")]
+        spread = [the(values, name, f": staleness, {part}") for part in ("p50", "p99", "most")]
         assert 0 <= spread[0] <= spread[1] <= spread[2] < 5
         assert 0 < the(values, name, "staleness, mean") < spread[2]
+        assert 0 <= the(values, name, "of the last quarter") <= spread[2]
         assert 1 < the(values, name, "over the ideal") < 10
         parts = [the(values, name, f"of it {kind}") for kind in ("vectors", "deltas", "snapshots")]
         assert parts[0] > 0 and parts[1] > 0
