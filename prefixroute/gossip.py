@@ -19,13 +19,15 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 from cachetools import LRUCache
 
+from .burst import Burst
 from .copies import Copy, Peer, owner_of
-from .digest import Kind, Message, VectorEntry, decode, encode, encode_part, overhead_bytes
+from .digest import Kind, Message, VectorEntry, decode, encode, overhead_bytes
 from .domain import Domain
 from .errors import DecodeError, UsageError
 from .events import DatagramRejected, DomainMismatch, NodeEvent
@@ -33,7 +35,7 @@ from .intake import Intake
 from .members import Members
 from .replica import OwnedSet
 from .tempo import GossipSettings, Tempo
-from .transfer import Debt, cut, least_room, owed
+from .transfer import Debt, least_room, owed
 
 REFUSAL_TOLD_S = 60.0
 """The same refusal of a foreign domain is told once in so long."""
@@ -216,43 +218,17 @@ class Gossip:
         """
         first = not peer.same_domain
         domain, contact = (self._domain.fields(), self.settings.contact) if first else (None, "")
-        budget = self.settings.datagram_bytes
         nonce = self._nonce if kind is Kind.SYN else 0
-        room = budget - overhead_bytes(Message(self.node, nonce, echo, True, domain, contact=contact))
-        entries: list[bytes] = []
-        for entry in vector:
-            encoded = encode_part(entry)
-            if len(encoded) > room:
-                break
-            entries.append(encoded)
-            room -= len(encoded)
-        fitted = len(entries)
-        complete = kind is Kind.SYN and fitted == len(self.copies) + len(self.members.left)
-        updates: list[bytes] = []
-        spent = 0
-        owed_ranges = [(debt, *limits) for debt in debts for limits in debt.ranges]
-        for debt, start, upper in owed_ranges:
-            lower = start
-            while lower < upper:
-                part, end = cut(debt, lower, upper, room)
-                if part is None:
-                    if not entries and not updates:
-                        # Names and urls that a node with larger datagrams may allow leave no room for keys here.
-                        self._counters["updates_too_long"] += 1
-                        break
-                    head = Message(self.node, nonce, echo, complete, domain, contact=contact)
-                    spent += self._put(peer, kind, head, entries, updates)
-                    if spent + budget > self.settings.burst_bytes:
-                        self._counters["bursts_cut"] += 1
-                        return fitted
-                    # What goes on is an ACK: it asks for nothing.
-                    kind, nonce, echo, complete, entries, updates = Kind.ACK, 0, 0, False, [], []
-                    room = budget - overhead_bytes(Message(self.node, 0, 0, True, domain, contact=contact))
-                    continue
-                updates.append(part)
-                room -= len(part)
-                lower = end
-        self._put(peer, kind, Message(self.node, nonce, echo, complete, domain, contact=contact), entries, updates)
+        head = Message(self.node, nonce, echo, True, domain, contact=contact)
+        limits = (self.settings.datagram_bytes, self.settings.burst_bytes)
+        burst = Burst(kind, head, *limits, partial(self._put, peer))
+        fitted = burst.tell(vector, len(self.copies) + len(self.members.left) if kind is Kind.SYN else -1)
+        if all(burst.owe(debt) for debt in debts):
+            burst.end()
+        else:
+            self._counters["bursts_cut"] += 1
+        if burst.too_long:
+            self._counters["updates_too_long"] += burst.too_long
         return fitted
 
     def _put(self, peer: Peer, kind: Kind, head: Message, entries: list[bytes], updates: list[bytes]) -> int:

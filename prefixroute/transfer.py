@@ -105,16 +105,19 @@ def cut(debt: Debt, lower: int, upper: int, room: int) -> tuple[bytes | None, in
     (None, lower) when not even a small part fits. O(log n + part).
     """
     change = debt.change
-    first = change.since == 0
-    url, contact = (debt.url, debt.contact) if first else ("", "")
-    room -= UPDATE_OVERHEAD_BYTES + len(debt.endpoint.encode()) + len(url.encode()) + len(contact.encode())
-    fitting = _fit(change, lower, upper, room)
+    url, contact = _addresses(debt)
+    fitting = _fit(change, lower, upper, room - _frame_bytes(debt))
     if fitting is None:
         return None, lower
     end = 0 if fitting == KEY_LIMIT else fitting
     versions = (change.since, change.version, change.checksum, change.every)
     codes = _codes(change, lower, fitting)
     return encode_part(Update(debt.endpoint, debt.incarnation, *versions, lower, end, *codes, url, contact)), fitting
+
+
+def fits_whole(debt: Debt, lower: int, upper: int, room: int) -> bool:
+    """Whether a whole change is left to send and certainly fits `room` bytes as one part. O(1)."""
+    return _fits_whole(debt.change, lower, upper, room - _frame_bytes(debt))
 
 
 def least_room(addresses_bytes: int = 256 + 80, name_bytes: int = 80) -> int:
@@ -135,6 +138,22 @@ def decode_keys(update: Update, held: Keys) -> tuple[Keys, Keys]:
         return added, NO_KEYS
     inside = _between(held, lower, upper) if update.since else NO_KEYS
     return added, inside[decode_sorted(update.removed, len(inside)).astype(np.int64)]
+
+
+def _addresses(debt: Debt) -> tuple[str, str]:
+    return (debt.url, debt.contact) if debt.change.since == 0 else ("", "")
+
+
+def _frame_bytes(debt: Debt) -> int:
+    """Upper bound of what an update takes beside its keys."""
+    return UPDATE_OVERHEAD_BYTES + sum(len(text.encode()) for text in (debt.endpoint, *_addresses(debt)))
+
+
+def _fits_whole(change: Change, lower: int, upper: int, room: int) -> bool:
+    if lower or upper != KEY_LIMIT:
+        return False
+    size = sum(map(len, change.codes[0])) if change.codes else size_bytes(change)
+    return size <= room
 
 
 def _codes(change: Change, lower: int, upper: int) -> Codes:
@@ -162,13 +181,8 @@ def _base(change: Change) -> Base:
 def _fit(change: Change, lower: int, upper: int, room: int) -> int | None:
     """The key up to which the part from `lower` on fits `room` bytes, or None when that is not worth a frame."""
     added, removed = _between(change.added, lower, upper), _between(change.removed, lower, upper)
-    if lower == 0 and upper == KEY_LIMIT:
-        if change.codes:
-            size = sum(map(len, change.codes[0]))
-        else:
-            size = size_bytes(change)
-        if size <= room:
-            return upper
+    if _fits_whole(change, lower, upper, room):
+        return upper
     if room < LEAST_KEY_BYTES and (room < 0 or len(added) + len(removed)):
         return None
     base = _base(change) if len(removed) else None

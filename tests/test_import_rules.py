@@ -24,7 +24,7 @@ FOLDERS = {"emulator", "sim"}
 """Folders of the package: edges, all of them."""
 
 CORE = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem not in EDGES}
-DESIGNED = "errors events domain chain changes edge tree forest anchors reblock residency digest replica"
+DESIGNED = "errors events burst domain chain changes edge tree forest anchors reblock residency digest replica"
 DESIGNED += " transfer gossip index load fleet policy decision router history endpoint node"
 
 FORBIDDEN = {

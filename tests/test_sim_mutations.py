@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from prefixroute import copies, gossip, intake, members, replica, tempo, transfer
+from prefixroute import burst, copies, gossip, intake, members, replica, tempo, transfer
 from prefixroute.replica import TABLE, Life, Reach, Verdict
 from prefixroute.sim.schedule import Schedule, generate, parse, play
 
@@ -99,7 +99,7 @@ def raise_something(update: Any, held: Any) -> Any:
 
 
 JUDGE, INIT, FORGET, LEARN = intake.judge, gossip.Gossip.__init__, members.Members.forget, members.Members.learn
-PUBLISH, OVERHEAD = replica.OwnedSet.publish, gossip.overhead_bytes
+PUBLISH, OVERHEAD = replica.OwnedSet.publish, burst.overhead_bytes
 
 NOTHING_KNOWN: list[Patch] = [(intake, "judge", held_nothing)]
 NO_WORD_OF_LIVES: list[Patch] = [(members.Members, "learn", learn_of_no_life)]
@@ -173,7 +173,7 @@ MUTATIONS = [
     # The other rules.
     Mutation("nothing is verified", NO_CHECKSUM + NO_FIT + NO_REFUTATION, {"replica", "quiet"}, ROUGH),
     Mutation("owners do not refute", NO_REFUTATION, {"quiet"}, {"restart": 20}),
-    Mutation("datagrams are too long", [(gossip, "overhead_bytes", lambda head: OVERHEAD(head) - 60)], {"budget"}),
+    Mutation("datagrams are too long", [(burst, "overhead_bytes", lambda head: OVERHEAD(head) - 60)], {"budget"}),
     Mutation("bursts are too long", [(gossip.Gossip, "__init__", with_more_burst)], {"budget"}, {"store": 60}),
     Mutation("hearsay is news, and the forgotten come back", NO_MEMORY + NO_AGES, {"quiet"}),
     Mutation("a version is used twice", [(replica.OwnedSet, "publish", publish_in_place)], {"monotonic"}),

@@ -126,7 +126,7 @@ def test_any_steps_can_be_left_out() -> None:
 
 
 def test_a_failure_becomes_a_short_story_that_can_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TABLE, (Life.SAME, Reach.OVERLAP, False), Verdict.APPLY)
+    monkeypatch.setitem(TABLE, (Life.SAME, Reach.PAST, True), Verdict.REPLACE)
     for seed in range(20):
         schedule = generate(seed, 60, nodes=3)
         outcome = play(schedule)
