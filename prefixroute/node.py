@@ -421,7 +421,7 @@ class Node:
         for endpoint in [name for name in self._fleet.standings if name not in copies]:
             self._fleet.drop(endpoint)
             self._index.leave(endpoint, ())
-        for endpoint in self._gossip.take_touched():
+        for endpoint in sorted(self._gossip.take_touched()):
             copy = copies.get(endpoint)
             if copy is None:
                 continue
