@@ -180,7 +180,6 @@ TestReplication.settings = SETTINGS
         ((Life.SAME, Reach.PAST, True), Verdict.REPLACE),
         ((Life.SAME, Reach.PAST, False), Verdict.APPLY),
         ((Life.SAME, Reach.NEXT, False), Verdict.DROP),
-        ((Life.SAME, Reach.OVERLAP, False), Verdict.APPLY),
         ((Life.OLDER, None, True), Verdict.REPLACE),
     ],
 )
