@@ -31,7 +31,7 @@ from .fleet import Candidate
 from .gossip import Datagram
 from .load import LoadReport, PushBackSettings, PushBackState
 from .node import Digest, EndpointStats, Node, NodeSettings, NodeStats
-from .policy import POLICIES, Choice, GreedyCost, LeastLoad, LongestMatch, NoRouting, Policy
+from .policy import POLICIES, Choice, GreedyCost, LeastLoad, LongestMatch, NoRouting, Policy, Request
 from .residency import Residency
 
 __version__ = "0.1.0"
@@ -74,6 +74,7 @@ __all__ = [
     "PushBackSettings",
     "PushBackState",
     "ReplicaChanged",
+    "Request",
     "Residency",
     "ResidencyChanged",
     "StreamGap",

@@ -13,10 +13,20 @@ from __future__ import annotations
 import random
 from bisect import bisect_left, insort
 from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 from .copies import Copy, Peer
-from .load import Ledger, LoadReport, Pace, PushBackState, RateEstimate, Suspension, learnt
+from .load import (
+    DEFAULT_PREFILL_TOKENS_PER_S,
+    Ledger,
+    LoadReport,
+    Pace,
+    PushBackState,
+    RateEstimate,
+    Suspension,
+    learnt,
+)
 
 BELIEF = 0.95
 """Share of a remote match that is counted: a digest lags its owner by a round or so."""
@@ -29,7 +39,9 @@ class Candidate(NamedTuple):
     """One endpoint weighed for one prompt; times in seconds, `cost_s` is the expected time to first token.
 
     cost = rtt + wait + overhead + uncached tokens x seconds per token, where uncached counts only the trusted share
-    (`confidence`) of the match, rounded down to what the engine can reuse.
+    (`confidence`) of the match, rounded down to what the engine can reuse. `s_per_token` are seconds of prefill a
+    token, `queued` requests there that have no first token yet. `room_tokens` fit its cache without an eviction, and
+    what is evicted there was idle for `eviction_age_s`; both are infinite while nothing tells that the cache is full.
     """
 
     endpoint: str
@@ -45,6 +57,10 @@ class Candidate(NamedTuple):
     cost_s: float
     state: PushBackState
     age_s: float
+    s_per_token: float = 1 / DEFAULT_PREFILL_TOKENS_PER_S
+    queued: int = 0
+    room_tokens: float = inf
+    eviction_age_s: float = inf
 
 
 class Standing:

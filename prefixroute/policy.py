@@ -16,7 +16,15 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
+from .chain import TokenChain
 from .fleet import Candidate
+
+
+class Request(NamedTuple):
+    """What a policy may know of a prompt beside its candidates: its chain of keys, and the time in seconds."""
+
+    chain: TokenChain
+    now: float
 
 
 class Choice(NamedTuple):
@@ -29,15 +37,15 @@ class Choice(NamedTuple):
 class Policy(Protocol):
     """What a routing policy is: one method, called for each prompt, with at least one candidate."""
 
-    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
-        """Return the candidates in order of preference."""
+    def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+        """Return the candidates in order of preference. A policy may keep state: it is asked once a prompt."""
         ...  # pragma: no cover
 
 
 class GreedyCost:
     """Least expected time to first token; local on a tie."""
 
-    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+    def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         """Sort by cost."""
         order = tuple(sorted(candidates, key=_COST)) if len(candidates) > 1 else tuple(candidates)
         best = order[0]
@@ -54,7 +62,7 @@ class GreedyCost:
 class LongestMatch:
     """The paper's rule: local if it has the longest match, else a random endpoint of those that have it."""
 
-    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+    def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         """Sort by depth, local before peers, peers in random order."""
         order = tuple(sorted(candidates, key=lambda c: (-c.depth, not c.local, rng.random())))
         return Choice(order, "longest match" if order[0].depth else "no match")
@@ -63,7 +71,7 @@ class LongestMatch:
 class LeastLoad:
     """Shortest wait, network included; prefixes are ignored."""
 
-    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+    def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         """Sort by wait and round trip."""
         return Choice(tuple(sorted(candidates, key=lambda c: (c.wait_s + c.rtt_s, not c.local))), "least load")
 
@@ -73,7 +81,7 @@ class NoRouting:
 
     keeps_local = True
 
-    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+    def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         """Local first, by cost; peers only as fallbacks."""
         order = tuple(sorted(candidates, key=lambda c: (not c.local, c.cost_s if c.local else rng.random())))
         return Choice(order, "no routing")

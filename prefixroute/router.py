@@ -20,7 +20,7 @@ from .errors import UsageError
 from .events import NodeEvent, PeerChanged
 from .fleet import Candidate, Fleet, Standing
 from .index import DEEPEST, MergedIndex
-from .policy import Policy
+from .policy import Policy, Request
 
 MAX_FALLBACKS = 3
 MAX_LOCAL = 64
@@ -75,7 +75,7 @@ class Router:
     def route(self, chain: TokenChain, forwarded: bool, now: float) -> Decision:
         """Decide who serves `chain`, and book the work there. Raises `UsageError` when no endpoint is known."""
         candidates, reserve = self._candidates(chain, forwarded, now)
-        choice = self.policy.choose(candidates, self._rng)
+        choice = self.policy.choose(Request(chain, now), candidates, self._rng)
         best = choice.order[0]
         rest = (*choice.order[1:], *reserve)
         candidates += reserve

@@ -14,12 +14,13 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 
 from .chain import pack_tokens
+from .domain import Domain
 from .errors import UsageError
 from .events import DEFAULT_NAMESPACE, GPU, BlocksStored, ContentSpan, EngineBatch, Namespace
 from .fleet import Candidate
 from .load import PushBackState
 from .node import Node
-from .policy import Policy
+from .policy import Policy, Request
 
 
 def candidate(
@@ -42,6 +43,14 @@ def candidate(
     cost_s = rtt_s + wait_s + overhead_s + prefill_s
     times = (rtt_s, wait_s, overhead_s, prefill_s, cost_s)
     return Candidate(endpoint, local, prompt_tokens, depth, matched, confidence, *times, state, 0.0)
+
+
+def request(prompt_tokens: int = 1024, block_size: int = 16, now: float = 0.0, seed: int = 1) -> Request:
+    """Make a request with a prompt of random tokens."""
+    rng = random.Random(seed)
+    domain = Domain("model", "tokenizer", block_size=block_size)
+    node = Node("origin", domain, rng=rng, now=now)
+    return Request(node.chain([rng.randrange(32000) for _ in range(prompt_tokens)]), now)
 
 
 class PolicyContract:
@@ -71,20 +80,20 @@ class PolicyContract:
         rng = random.Random(1)
         for _ in range(200):
             given = self.field(rng)
-            order = self.make_policy().choose(tuple(given), rng).order
+            order = self.make_policy().choose(request(), tuple(given), rng).order
             assert len(order) == len(given)
             assert set(order) == set(given)
 
     def test_takes_the_only_candidate(self) -> None:
         """One candidate is chosen, whatever it is like."""
         for only in (candidate(local=True), candidate(), candidate(depth=64, wait_s=100.0)):
-            assert self.make_policy().choose([only], random.Random(1)).order == (only,)
+            assert self.make_policy().choose(request(), [only], random.Random(1)).order == (only,)
 
     def test_says_why(self) -> None:
         """A reason is a short line of text."""
         rng = random.Random(2)
         for _ in range(50):
-            reason = self.make_policy().choose(self.field(rng), rng).reason
+            reason = self.make_policy().choose(request(), self.field(rng), rng).reason
             assert isinstance(reason, str)
             assert 0 < len(reason) <= 80
             assert "\n" not in reason
@@ -93,7 +102,7 @@ class PolicyContract:
         """All randomness comes from the generator that it is given."""
         for seed in range(50):
             given = self.field(random.Random(seed))
-            first, second = (self.make_policy().choose(given, random.Random(seed)) for _ in range(2))
+            first, second = (self.make_policy().choose(request(), given, random.Random(seed)) for _ in range(2))
             assert first == second
 
     def test_leaves_its_argument_alone(self) -> None:
@@ -102,14 +111,14 @@ class PolicyContract:
         for _ in range(50):
             given = self.field(rng)
             before = list(given)
-            self.make_policy().choose(given, rng)
+            self.make_policy().choose(request(), given, rng)
             assert given == before
 
     def test_leaves_the_global_generator_alone(self) -> None:
         """A node's decisions can be repeated only if nothing else is drawn from."""
         before = random.getstate()
         for seed in range(20):
-            self.make_policy().choose(self.field(random.Random(seed)), random.Random(seed))
+            self.make_policy().choose(request(), self.field(random.Random(seed)), random.Random(seed))
         assert random.getstate() == before
 
 

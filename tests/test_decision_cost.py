@@ -11,7 +11,7 @@ from typing import Any
 
 from routing import BLOCK, DOMAIN, IDLE, SETTINGS, hold, mesh, prompt, queue
 
-from prefixroute import Candidate, Choice, GreedyCost, Node
+from prefixroute import Candidate, Choice, GreedyCost, Node, Request
 from prefixroute.testing import Mesh, stored
 
 
@@ -40,9 +40,9 @@ class CountingPolicy:
     def __init__(self) -> None:
         self.weighed: list[int] = []
 
-    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+    def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         self.weighed.append(len(candidates))
-        return GreedyCost().choose(candidates, rng)
+        return GreedyCost().choose(request, candidates, rng)
 
 
 def effort(endpoints: int, holders: Iterable[int]) -> tuple[int, int, int]:

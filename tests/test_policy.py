@@ -7,8 +7,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from prefixroute import POLICIES, Candidate, Choice, GreedyCost, LeastLoad, LongestMatch, NoRouting, Policy, UsageError
-from prefixroute.testing import PolicyContract, candidate
+from prefixroute import (
+    POLICIES,
+    Candidate,
+    Choice,
+    GreedyCost,
+    LeastLoad,
+    LongestMatch,
+    NoRouting,
+    Policy,
+    Request,
+    UsageError,
+)
+from prefixroute.testing import PolicyContract, candidate, request
 
 SEEDS = range(200)
 
@@ -39,7 +50,7 @@ class WorthTheWay:
     def __init__(self, least_s: float = 0.05) -> None:
         self.least_s = least_s
 
-    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+    def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         own = [c for c in candidates if c.local]
         others = sorted((c for c in candidates if not c.local), key=lambda c: (c.cost_s, rng.random()))
         if not own:
@@ -58,24 +69,24 @@ class TestUsersOwnPolicyContract(PolicyContract):
 
 
 class _SortsInPlace:
-    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+    def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         assert isinstance(candidates, list)
         candidates.sort(key=lambda c: -c.cost_s)
         return Choice(tuple(candidates), "in place")
 
 
 class _Drops:
-    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+    def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         return Choice((candidates[0],), "first")
 
 
 class _GlobalRandom:
-    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+    def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         return Choice(tuple(sorted(candidates, key=lambda c: random.random())), "any")
 
 
 class _Silent:
-    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+    def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         return Choice(tuple(candidates), "")
 
 
@@ -111,7 +122,7 @@ def test_policies_are_found_by_name() -> None:
 
 def test_greedy_takes_the_least_cost_and_local_on_a_tie() -> None:
     for given in fields():
-        best = GreedyCost().choose(given, random.Random(1)).order[0]
+        best = GreedyCost().choose(request(), given, random.Random(1)).order[0]
         least = min(c.cost_s for c in given)
         assert best.cost_s == least
         if any(c.local and c.cost_s == least for c in given):
@@ -120,7 +131,7 @@ def test_greedy_takes_the_least_cost_and_local_on_a_tie() -> None:
 
 def test_greedy_names_fallbacks_by_cost() -> None:
     for given in fields():
-        costs = [c.cost_s for c in GreedyCost().choose(given, random.Random(1)).order]
+        costs = [c.cost_s for c in GreedyCost().choose(request(), given, random.Random(1)).order]
         assert costs == sorted(costs)
 
 
@@ -137,12 +148,12 @@ def test_greedy_names_fallbacks_by_cost() -> None:
     ],
 )
 def test_greedy_says_what_decided(given: list[Candidate], reason: str) -> None:
-    assert GreedyCost().choose(given, random.Random(1)).reason == reason
+    assert GreedyCost().choose(request(), given, random.Random(1)).reason == reason
 
 
 def test_longest_match_takes_the_deepest_and_local_among_them() -> None:
     for given in fields():
-        best = LongestMatch().choose(given, random.Random(1)).order[0]
+        best = LongestMatch().choose(request(), given, random.Random(1)).order[0]
         deepest = max(c.depth for c in given)
         assert best.depth == deepest
         if any(c.local and c.depth == deepest for c in given):
@@ -151,20 +162,20 @@ def test_longest_match_takes_the_deepest_and_local_among_them() -> None:
 
 def test_longest_match_ignores_load() -> None:
     busy = candidate("b/0", depth=16, wait_s=1e6)
-    choice = LongestMatch().choose([candidate("a/0", local=True, depth=15), busy], random.Random(1))
+    choice = LongestMatch().choose(request(), [candidate("a/0", local=True, depth=15), busy], random.Random(1))
     assert choice.order[0] is busy
     assert choice.reason == "longest match"
 
 
 def test_longest_match_without_a_match_stays() -> None:
-    choice = LongestMatch().choose([candidate("b/0"), candidate("a/0", local=True)], random.Random(1))
+    choice = LongestMatch().choose(request(), [candidate("b/0"), candidate("a/0", local=True)], random.Random(1))
     assert choice.order[0].local
     assert choice.reason == "no match"
 
 
 def test_longest_match_picks_among_equals_at_random() -> None:
     given = [candidate(f"n{i}/0", depth=4) for i in range(4)]
-    taken = [LongestMatch().choose(given, random.Random(seed)).order[0].endpoint for seed in SEEDS]
+    taken = [LongestMatch().choose(request(), given, random.Random(seed)).order[0].endpoint for seed in SEEDS]
     assert {name: taken.count(name) > len(SEEDS) / 8 for name in set(taken)} == {c.endpoint: True for c in given}
 
 
@@ -172,21 +183,21 @@ def test_least_load_takes_the_shortest_wait_network_included() -> None:
     near = candidate("near/0", wait_s=0.2, rtt_s=0.001)
     far = candidate("far/0", wait_s=0.1, rtt_s=0.3, depth=64)
     local = candidate("own/0", local=True, wait_s=0.5, depth=64)
-    assert LeastLoad().choose([local, far, near], random.Random(1)).order == (near, far, local)
+    assert LeastLoad().choose(request(), [local, far, near], random.Random(1)).order == (near, far, local)
 
 
 def test_least_load_stays_when_nobody_is_idler() -> None:
     given = [candidate("b/0", depth=64), candidate("a/0", local=True)]
-    assert LeastLoad().choose(given, random.Random(1)).order[0].local
+    assert LeastLoad().choose(request(), given, random.Random(1)).order[0].local
 
 
 def test_no_routing_stays_whatever_the_others_hold() -> None:
     own = [candidate("a/0", local=True, wait_s=9.0), candidate("a/1", local=True, wait_s=1.0)]
-    order = NoRouting().choose([candidate("b/0", depth=64), *own], random.Random(1)).order
+    order = NoRouting().choose(request(), [candidate("b/0", depth=64), *own], random.Random(1)).order
     assert [c.endpoint for c in order] == ["a/1", "a/0", "b/0"]
 
 
 def test_no_routing_at_a_gateway_spreads_at_random() -> None:
     given = [candidate(f"n{i}/0", wait_s=float(i), depth=i) for i in range(4)]
-    taken = [NoRouting().choose(given, random.Random(seed)).order[0].endpoint for seed in SEEDS]
+    taken = [NoRouting().choose(request(), given, random.Random(seed)).order[0].endpoint for seed in SEEDS]
     assert {name: taken.count(name) > len(SEEDS) / 8 for name in set(taken)} == {c.endpoint: True for c in given}
