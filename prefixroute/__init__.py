@@ -31,7 +31,7 @@ from .fleet import Candidate
 from .gossip import Datagram
 from .load import LoadReport, PushBackSettings, PushBackState
 from .node import Digest, EndpointStats, Node, NodeSettings, NodeStats
-from .policy import POLICIES, Choice, GreedyCost, LeastLoad, LongestMatch, NoRouting, Policy, Request
+from .policy import POLICIES, Choice, GreedyCost, LeastLoad, LongestMatch, NoRouting, Policy, RentOrBuy, Request
 from .residency import Residency
 
 __version__ = "0.1.0"
@@ -73,6 +73,7 @@ __all__ = [
     "PushBackChanged",
     "PushBackSettings",
     "PushBackState",
+    "RentOrBuy",
     "ReplicaChanged",
     "Request",
     "Residency",

@@ -55,7 +55,7 @@ ENGINE_DEFAULTS = {
     # Two cores, which client, sidecars and engines share, prefill about 1,000 tokens a second between them.
     "vllm": EngineDefaults(requests=100, rate=0.7, capacity_blocks=800),
 }
-DEMO_POLICIES = ("default", "greedy", "longest", "least", "none")
+DEMO_POLICIES = ("default", "rent", "greedy", "longest", "least", "none")
 
 
 def _demo_options(parser: argparse.ArgumentParser) -> None:

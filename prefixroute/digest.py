@@ -80,6 +80,8 @@ class LoadWire(msgspec.Struct, frozen=True, array_like=True):
     reason: Reason = ""
     hit_unit: U32 = 0
     confidence_percent: Percent = 100
+    held_tokens: U63 = 0
+    eviction_age_ms: U32 = 0
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 class Edge:
     """Blocks `depth`+1 .. `depth`+len(keys) and the edges below its end. A root has no parent and no blocks."""
 
-    __slots__ = ("children", "counts", "data", "depth", "extras", "keys", "parent", "reach", "root_key")
+    __slots__ = ("children", "counts", "data", "depth", "extras", "keys", "parent", "reach", "root_key", "used_at")
 
     def __init__(self, parent: Edge | None, depth: int) -> None:
         self.parent = parent
@@ -27,6 +27,8 @@ class Edge:
         self.counts: dict[str, array[int]] = {}
         self.reach = 0
         self.children: dict[bytes, Edge] = {}
+        self.used_at = 0.0
+        """When a prompt last went this way, in seconds of the tree's clock."""
 
     def block(self, at: int, size: int) -> bytes:
         """Return what block `at` contributes to the chain: its tokens, `size` bytes, then its items' digests."""
@@ -73,6 +75,7 @@ class Edge:
         upper.extras = {i: e for i, e in extras.items() if i < at}
         lower.extras = {i - at: e for i, e in extras.items() if i >= at}
         upper.reach, lower.reach = min(reach, at), max(reach - at, 0)
+        upper.used_at = lower.used_at = self.used_at
         upper.children[lower.block(0, size)] = lower
         return upper, lower, lower if lower is not self else upper
 
@@ -108,6 +111,7 @@ class Edge:
         stays.data, stays.keys, stays.counts = self.data + lower.data, self.keys + lower.keys, counts
         stays.extras = {**self.extras, **{i + n: e for i, e in lower.extras.items()}}
         stays.reach = self.reach + lower.reach
+        stays.used_at = max(self.used_at, lower.used_at)
         stays.depth, stays.parent, stays.children = self.depth, parent, lower.children
         for child in stays.children.values():
             child.parent = stays

@@ -68,15 +68,15 @@ class LocalEndpoint:
         """Greatest common divisor of the cached tokens that the engine reported: its hit unit, learnt."""
         self._served_silently = 0
 
-    def apply(self, batch: EngineBatch) -> tuple[Changes, list[NodeEvent]]:
+    def apply(self, batch: EngineBatch, now: float) -> tuple[Changes, list[NodeEvent]]:
         """Apply what the engine did; return the wire keys that came and went, and what there is to tell."""
         if self.history is None or not batch.events:
-            return self._apply(batch)
+            return self._apply(batch, now)
         # The engine speaks after all: what was guessed gives way to what it says.
         self.history = None
-        return self._apply(EngineBatch((StreamRestarted(), *batch.events), batch.rank, batch.ts))
+        return self._apply(EngineBatch((StreamRestarted(), *batch.events), batch.rank, batch.ts), now)
 
-    def served(self, chain: TokenChain, cached_tokens: int | None) -> tuple[Changes, list[NodeEvent]]:
+    def served(self, chain: TokenChain, cached_tokens: int | None, now: float) -> tuple[Changes, list[NodeEvent]]:
         """Learn from a prompt that the engine served; return what `apply` would."""
         self.residency.forest.end_request(chain)
         if cached_tokens is not None:
@@ -92,7 +92,7 @@ class LocalEndpoint:
             self.history = RoutingHistory(capacity) if capacity else RoutingHistory()
             reason = f"{SILENT_AFTER} prompts served and no engine event: is the event stream on? Going by history"
             told.append(ResidencyChanged(self.copy.endpoint, "silent", reason))
-        changes, more = self._apply(self.history.served(chain))
+        changes, more = self._apply(self.history.served(chain), now)
         return changes, told + more
 
     def advertise(self, standing: Standing, ttl_s: float, now: float) -> list[NodeEvent]:
@@ -107,13 +107,15 @@ class LocalEndpoint:
         state, reason = self.push_back.state, self.push_back.reason
         report = replace(report, queued_tokens=queued, refusing=state is PushBackState.REFUSING, reason=reason)
         unit, confidence = self.residency.hit_unit or self.unit, self.residency.confidence
-        self.copy.advert = Advert(report, state, ttl_s if state is not PushBackState.OPEN else 0.0, unit, confidence)
+        ttl_s = ttl_s if state is not PushBackState.OPEN else 0.0
+        held = self.residency.canonical_blocks * self.domain.block_size
+        self.copy.advert = Advert(report, state, ttl_s, unit, confidence, held, self.residency.eviction_age_s)
         return [PushBackChanged(self.copy.endpoint, state.name.lower(), reason)] if changed else []
 
-    def _apply(self, batch: EngineBatch) -> tuple[Changes, list[NodeEvent]]:
+    def _apply(self, batch: EngineBatch, now: float) -> tuple[Changes, list[NodeEvent]]:
         residency, name = self.residency, self.copy.endpoint
         partial, restarts = residency.partial, residency.counts.restarts
-        residency.apply(batch)
+        residency.apply(batch, now)
         told: list[NodeEvent] = []
         if residency.counts.restarts != restarts:
             told.append(ResidencyChanged(name, "restarted", "the engine began a new life"))

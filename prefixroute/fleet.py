@@ -67,8 +67,11 @@ class Standing:
     """One endpoint's standing with this node. What a decision reads is kept ready; `refresh` brings it up to date."""
 
     __slots__ = (
+        "_eviction_age_s",
         "_reported_at",
         "_reported_s",
+        "_room_tokens",
+        "_waiting",
         "bit",
         "confidence",
         "copy",
@@ -126,6 +129,8 @@ class Standing:
         self.rate = report.prefill_tokens_per_s or self.default.prefill_tokens_per_s
         self.overhead_s = report.overhead_s or self.default.overhead_s
         self._reported_s = (self.probed_tokens if self.local else report.queued_tokens) / self.rate
+        self._waiting = report.waiting
+        self._room_tokens, self._eviction_age_s = advert.room_tokens, advert.eviction_age_s
         self.hit_unit = advert.hit_unit
         measured = self.peer.rtt_s if self.peer is not None else None
         self.rtt_s = 0.0 if self.local else DEFAULT_RTT_S if measured is None else measured
@@ -172,6 +177,10 @@ class Standing:
             rtt + wait + overhead + prefill,
             self.state,
             0.0 if self.local else now - self.copy.heard_at,
+            1 / self.rate,
+            max(len(self.ledger), self._waiting),
+            self._room_tokens,
+            self._eviction_age_s,
         )
 
 

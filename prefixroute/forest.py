@@ -18,9 +18,10 @@ from .tree import RadixTree
 class Forest:
     """What all trees hold, what changed of it, and its anchors. `collect` is called after the trees were written."""
 
-    __slots__ = ("_changes", "_holders", "_quorum", "_touched", "_trees", "_watched")
+    __slots__ = ("_changes", "_holders", "_now", "_quorum", "_touched", "_trees", "_watched")
 
     def __init__(self) -> None:
+        self._now = 0.0
         self._trees: list[RadixTree] = []
         self._holders: dict[int, int] = {}
         """With two or more trees: key -> how many of them hold it."""
@@ -62,6 +63,7 @@ class Forest:
         if len(self._trees) == 1:
             self._holders = dict.fromkeys(self._trees[0].keys(), 1)
         tree.watch_anchors(self._watched)
+        tree.now = self._now
         self._trees.append(tree)
         self._quorum = 0
 
@@ -100,6 +102,26 @@ class Forest:
         """Make the last block of a prompt an anchor while it is here, if the whole prompt is matchable. O(trees)."""
         for tree in self._trees:
             tree.end_request(chain)
+
+    def tick(self, now: float) -> None:
+        """Set the trees' clock, in seconds."""
+        self._now = now
+        for tree in self._trees:
+            tree.now = now
+
+    def use(self, chain: TokenChain, depth: int, now: float) -> None:
+        """Note that a prompt is served from its first `depth` blocks here. O(edges)."""
+        key = chain.key(depth)
+        for tree in self._trees:
+            tree.now = now
+            tree.use(key)
+
+    def take_idle_s(self) -> list[float]:
+        """Return and forget how long the blocks that were removed had not been used."""
+        idle = [age for tree in self._trees for age in tree.idle_s]
+        for tree in self._trees:
+            tree.idle_s.clear()
+        return idle
 
     def ends(self) -> int:
         """Return how many blocks end an edge's run or a request, in the tree that has most. O(edges + ends)."""

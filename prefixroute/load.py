@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from math import inf
 from typing import NamedTuple
 
 from .digest import LoadWire
@@ -64,13 +65,25 @@ class LoadReport:
 
 
 class Advert(NamedTuple):
-    """What a node believes of one endpoint's load: its freshest report, push-back, hit unit and confidence."""
+    """What a node believes of one endpoint's load: its freshest report, push-back, hit unit, confidence and cache.
+
+    `held_tokens` are in its cache; `eviction_age_s` is how long what it evicts was idle, infinite before the first.
+    """
 
     report: LoadReport
     state: PushBackState = PushBackState.OPEN
     ttl_s: float = 0.0
     hit_unit: int = 0
     confidence: float = 1.0
+    held_tokens: int = 0
+    eviction_age_s: float = inf
+
+    @property
+    def room_tokens(self) -> float:
+        """Tokens that fit the cache without an eviction: infinite while nothing tells that it is full."""
+        if self.report.capacity_tokens:
+            return max(0.0, self.report.capacity_tokens - self.held_tokens)
+        return inf if self.eviction_age_s == inf else 0.0
 
     def to_wire(self) -> LoadWire:
         """Return the form that travels in a vector."""
@@ -89,6 +102,8 @@ class Advert(NamedTuple):
             r.reason[:64].encode("utf-8", "replace").decode(),
             _capped(self.hit_unit, 32),
             round(self.confidence * 100),
+            _capped(self.held_tokens, 63),
+            max(1, _capped(self.eviction_age_s * 1000, 32)) if self.eviction_age_s < inf else 0,
         )
 
     @classmethod
@@ -106,7 +121,9 @@ class Advert(NamedTuple):
             wire.reason,
         )
         state = PushBackState(wire.state)
-        return cls(report, state, wire.ttl_ms / 1000, wire.hit_unit, wire.confidence_percent / 100)
+        age_s = wire.eviction_age_ms / 1000 if wire.eviction_age_ms else inf
+        confidence = wire.confidence_percent / 100
+        return cls(report, state, wire.ttl_ms / 1000, wire.hit_unit, confidence, wire.held_tokens, age_s)
 
 
 def _capped(value: float, bits: int) -> int:

@@ -41,7 +41,7 @@ from .events import (
 from .fleet import Standing
 from .gossip import Datagram, Gossip
 from .load import LoadReport, PushBackSettings
-from .policy import GreedyCost, Policy
+from .policy import Policy, RentOrBuy
 from .residency import Residency
 from .router import Flight, Router
 from .tempo import GossipSettings
@@ -137,7 +137,7 @@ class Node:
         self._locals: dict[str, LocalEndpoint] = {}
         self._now = now
         self._router = Router(
-            policy or GreedyCost(),
+            policy or RentOrBuy(),
             domain.block_size,
             self.settings.outcome_timeout_s,
             self.settings.push_back.ttl_s,
@@ -261,7 +261,7 @@ class Node:
             elif local.rank != batch.rank:
                 self._refuse_rank(endpoint, local.rank, batch.rank)
                 return
-        self._took(endpoint, *local.apply(batch))
+        self._took(endpoint, *local.apply(batch, now))
         self._gossip.tempo.stir(now)
         if local.residency.hit_unit not in (0, local.copy.advert.hit_unit):
             # The first event tells the engine's block; until then a match is rounded down to the canonical one.
@@ -318,7 +318,11 @@ class Node:
             raise UsageError("a prepared chain has its namespace and contents: give them to chain(), not to route()")
         elif prompt.spec != self._spec:
             raise UsageError("this chain was prepared by a node of another domain")
-        return self._router.route(prompt, forwarded, now)
+        decision = self._router.route(prompt, forwarded, now)
+        if decision.local and decision.matched_tokens:
+            depth = next(c.depth for c in decision.candidates if c.endpoint == decision.target)
+            self._locals[decision.target].residency.forest.use(prompt, depth, now)
+        return decision
 
     def first_token(self, decision: Decision, now: float) -> None:
         """Note that the target's first token came: its prefill is done, so its booked work is released."""
@@ -374,7 +378,7 @@ class Node:
 
     # --- upkeep --------------------------------------------------------------------------------------------
 
-    def _learn(self, flight: Flight, standing: Standing, outcome: Outcome) -> None:
+    def _learn(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """A request was served: by a local endpoint, its engine's speed and cache show."""
         local = self._locals.get(standing.name)
         if local is None:
@@ -382,7 +386,7 @@ class Node:
         if outcome.ttft_s is not None and outcome.cached_tokens is not None:
             uncached = flight.decision.prompt_tokens - outcome.cached_tokens
             standing.estimate.add(uncached, outcome.ttft_s, flight.queued)
-        self._took(standing.name, *local.served(flight.chain, outcome.cached_tokens))
+        self._took(standing.name, *local.served(flight.chain, outcome.cached_tokens, now))
 
     def _refuse_rank(self, endpoint: str, ours: int, theirs: int) -> None:
         """Two caches in one mirror would be a lie about both: say so, the first time."""

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 from .chain import TokenChain
 from .fleet import Candidate
+from .rent import Rents, stretches_of
 
 
 class Request(NamedTuple):
@@ -40,6 +41,59 @@ class Policy(Protocol):
     def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         """Return the candidates in order of preference. A policy may keep state: it is asked once a prompt."""
         ...  # pragma: no cover
+
+
+class RentOrBuy:
+    """The default: forward while that is cheaper, until a copy of one's own would have paid. No threshold to tune.
+
+    Forwarding is rent: it is paid again for each prompt while the local cache stays cold. Prefilling here is the price
+    of a copy. Who buys once the rent that was paid reaches the price pays at most about twice what the best choice in
+    hindsight costs (ski rental; Karlin et al., Algorithmica 3, 1988), and needs to know no rate of arrivals.
+
+        price of work   p   = 1 + requests at the origin without a first token: work taken here delays them too
+        cost            T_j = round trip + wait + overhead + p x seconds a token x uncached tokens
+        rent            R   = this round trip + the rent kept on the blocks that the best peer holds beyond the origin
+        price of a copy B   = seconds a token x (p x tokens of those blocks + tokens evicted here for them)
+
+    Take the least T_j, the origin on a tie. If that is a peer that holds more of the prompt, buy when R >= B: serve
+    here, and forget that rent. Else forward, and add the round trip to the rent of those blocks (`rent`). A peer that
+    holds no more than the origin is only a shorter queue, and costs no rent. A gateway, which has no cache to warm,
+    counts what a forward would evict at the target instead.
+    """
+
+    def __init__(self) -> None:
+        self._rents = Rents()
+
+    def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+        """Sort by priced cost, then let rent decide between the best peer and the origin. O(depth / 32)."""
+        local = min((c for c in candidates if c.local), key=_own_cost, default=None)
+        if local is None:
+            costs = sorted((_cost_for_a_gateway(c), rng.random(), c) for c in candidates)
+            order = [c for *_, c in costs]
+            return Choice(tuple(order), "longer cached prefix" if order[0].depth else "shorter wait")
+        price = 1 + local.queued
+        order = [c for *_, c in sorted((_priced(c, price), not c.local, rng.random(), c) for c in candidates)]
+        best = order[0]
+        if best.local:
+            return Choice(tuple(order), "local is cheapest" if best.matched_tokens else "local: nobody is cheaper")
+        if best.matched_tokens <= local.matched_tokens:
+            return Choice(tuple(order), "shorter wait")
+        if self._buys(request, local, best, price):
+            order.remove(local)
+            return Choice((local, *order), "local: rent has reached the price of a copy")
+        return Choice(tuple(order), "longer cached prefix")
+
+    def _buys(self, request: Request, local: Candidate, best: Candidate, price: int) -> bool:
+        """Whether to serve here what a peer holds more of; rent is charged, or forgotten, accordingly."""
+        now, age_s = request.now, local.eviction_age_s
+        stretches = stretches_of(request.chain, local.depth, best.depth)
+        rent_s = best.rtt_s + self._rents.paid_s(stretches, now, age_s)
+        saved = best.matched_tokens - local.matched_tokens
+        if rent_s >= local.s_per_token * (price * saved + _evicted(local)):
+            self._rents.clear(stretches)
+            return True
+        self._rents.charge(stretches, best.rtt_s, now, age_s)
+        return False
 
 
 class GreedyCost:
@@ -87,7 +141,8 @@ class NoRouting:
         return Choice(order, "no routing")
 
 
-POLICIES: dict[str, type[GreedyCost] | type[LongestMatch] | type[LeastLoad] | type[NoRouting]] = {
+POLICIES: dict[str, type[RentOrBuy] | type[GreedyCost] | type[LongestMatch] | type[LeastLoad] | type[NoRouting]] = {
+    "rent": RentOrBuy,
     "greedy": GreedyCost,
     "longest": LongestMatch,
     "least": LeastLoad,
@@ -97,6 +152,25 @@ POLICIES: dict[str, type[GreedyCost] | type[LongestMatch] | type[LeastLoad] | ty
 
 
 _COST = attrgetter("cost_s")
+
+
+def _priced(candidate: Candidate, price: int) -> float:
+    """Expected time to first token, with prefill at the origin's price of work."""
+    return candidate.rtt_s + candidate.wait_s + candidate.overhead_s + price * candidate.prefill_s
+
+
+def _own_cost(candidate: Candidate) -> float:
+    return _priced(candidate, 1 + candidate.queued)
+
+
+def _evicted(candidate: Candidate) -> float:
+    """Tokens that go from the candidate's cache if it serves the prompt."""
+    return max(0.0, candidate.prompt_tokens - candidate.matched_tokens - candidate.room_tokens)
+
+
+def _cost_for_a_gateway(candidate: Candidate) -> float:
+    """Expected time to first token, and of the prefill that is done again later for what this prompt evicts."""
+    return candidate.cost_s + candidate.s_per_token * _evicted(candidate)
 
 
 def _cost_and_place(candidate: Candidate) -> tuple[float, bool]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import inf, lcm
 from typing import NamedTuple
 
 from .chain import TOKEN_BYTES, ChainSpec, pack_tokens
@@ -43,6 +43,9 @@ from .events import (
 from .forest import Forest
 from .reblock import Reblocker, Span
 from .tree import Changes, RadixTree
+
+EVICTION_WEIGHT = 0.1
+"""Weight of the newest eviction in the smoothed idle age."""
 
 DOUBT = 0.5
 """Confidence in a block that was known before a gap: nobody saw it go, but its removal may have been lost."""
@@ -104,6 +107,8 @@ class Residency:
         self.partial = False
         """Whether a gap happened and nothing has ended the doubt since."""
         self.counts = StreamCounts()
+        self.eviction_age_s = inf
+        """How long blocks had not been used when they were evicted, smoothed; infinite before the first."""
         self._domain = domain
         self._spec = ChainSpec(domain.block_size, domain.mix)
         self._credited = tuple(credited)
@@ -165,13 +170,23 @@ class Residency:
 
     # --- writing -------------------------------------------------------------------------------------------
 
-    def apply(self, batch: EngineBatch) -> None:
-        """Apply a batch as a whole, in order. Amortised O(its blocks)."""
+    def apply(self, batch: EngineBatch, now: float = 0.0) -> None:
+        """Apply a batch as a whole, in order, at `now` in seconds. Amortised O(its blocks)."""
         self.counts.batches += 1
+        self.forest.tick(now)
         for event in batch.events:
             self._apply(event)
+        self._note_evictions()
         self.forest.collect()
         self._check_inflation()
+
+    def _note_evictions(self) -> None:
+        """Smooth the idle age of what was evicted; a block that is dropped at once was never in the cache's order."""
+        idle = self.forest.take_idle_s()
+        if idle:
+            age = sum(idle) / len(idle)
+            known = self.eviction_age_s
+            self.eviction_age_s = age if known == inf else known + EVICTION_WEIGHT * (age - known)
 
     def _apply(self, event: EngineEvent) -> None:
         counts = self.counts

@@ -43,7 +43,7 @@ class Flight:
 
 
 class Router:
-    """Index, fleet and policy put together. `on_served(flight, standing, outcome)` tells of served requests."""
+    """Index, fleet and policy put together. `on_served(flight, standing, outcome, now)` tells of served requests."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Router:
         rng: random.Random,
         emit: Callable[[NodeEvent], None],
         counters: Counter[str],
-        on_served: Callable[[Flight, Standing, Outcome], None],
+        on_served: Callable[[Flight, Standing, Outcome, float], None],
     ) -> None:
         self.policy = policy
         self._keeps_local = bool(getattr(policy, "keeps_local", False))
@@ -221,7 +221,7 @@ class Router:
             if standing.suspension.served():
                 self._emit(PeerChanged(peer, "resumed", standing.name))
             self._compare_hit(flight, standing, outcome.cached_tokens)
-            self._on_served(flight, standing, outcome)
+            self._on_served(flight, standing, outcome, now)
         elif outcome.kind in _FAILURES and not standing.local and standing.suspension.failed(flight.sent_at, now):
             self._emit(PeerChanged(peer, "suspended", outcome.reason or outcome.kind.value))
         load = outcome.load if not standing.local else None

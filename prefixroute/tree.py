@@ -46,6 +46,10 @@ class RadixTree:
         self._matchable = 0
         self._request_ends: set[int] = set()
         self._touched: dict[int, int] | None = None
+        self.now = 0.0
+        """The time at which what follows happens, in seconds: the caller sets it."""
+        self.idle_s: list[float] = []
+        """How long what was removed had not been used; the caller empties it."""
         self.collisions = 0
         """Blocks refused because another block already had their 64-bit key (expected 1e-9 at 100k blocks)."""
 
@@ -169,6 +173,7 @@ class RadixTree:
                     self._append(edge, blocks[i:], cursor, keys, tier)
                     return keys
                 edge, at = child, 0
+                edge.used_at = self.now
             if edge.block(at, self._size) != blocks[i]:
                 edge = self._split(edge, at)
                 at = len(edge.keys)
@@ -194,6 +199,8 @@ class RadixTree:
         path = self._run(key, depth, n)
         for edge, at in path:
             self._count(edge, at, tier, -1)
+        if tier in self._credited:
+            self.idle_s.append(self.now - path[0][0].used_at)
         self._prune(path[0][0])
 
     def clear(self, tier: str | None = None) -> None:
@@ -229,6 +236,13 @@ class RadixTree:
         if edge is not None and 0 <= at < edge.reach and edge.keys[at] == key:
             self._request_ends.add(key)
             self._touch(edge, at, at + 1)
+
+    def use(self, key: int) -> None:
+        """Note that a prompt goes down to the block with this key. O(edges above it)."""
+        edge = self._where.get(key)
+        while edge is not None:
+            edge.used_at = self.now
+            edge = edge.parent
 
     def up(self, key: int, depth: int, n: int) -> int:
         """Return the key of the block `n` above (key, depth)."""
@@ -311,6 +325,7 @@ class RadixTree:
             leaf = Edge(edge, edge.depth + len(edge.keys))
         else:
             leaf = edge
+        leaf.used_at = self.now
         start = len(leaf.keys)
         for block in blocks:
             key = cursor.push(block)

@@ -16,6 +16,7 @@ from prefixroute import (
     LongestMatch,
     NoRouting,
     Policy,
+    RentOrBuy,
     Request,
     UsageError,
 )
@@ -117,7 +118,8 @@ def fields() -> list[list[Candidate]]:
 
 
 def test_policies_are_found_by_name() -> None:
-    assert {"greedy": GreedyCost, "longest": LongestMatch, "least": LeastLoad, "none": NoRouting} == POLICIES
+    names = {"rent": RentOrBuy, "greedy": GreedyCost, "longest": LongestMatch, "least": LeastLoad, "none": NoRouting}
+    assert names == POLICIES
 
 
 def test_greedy_takes_the_least_cost_and_local_on_a_tie() -> None:

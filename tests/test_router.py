@@ -140,7 +140,8 @@ def test_a_users_policy_sees_every_term_and_is_followed() -> None:
     seen: list[Sequence[Candidate]] = []
 
     class Last:
-        def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+        def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+            assert request == (request.chain, net.now)
             seen.append(tuple(candidates))
             return Choice(tuple(sorted(candidates, key=lambda c: c.endpoint, reverse=True)), "by name")
 
