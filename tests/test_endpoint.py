@@ -133,12 +133,12 @@ def test_rate_and_fixed_time_come_from_outcomes_when_no_probe_tells() -> None:
 
 def test_a_gap_lowers_the_confidence_that_is_advertised_and_is_told() -> None:
     one, standing = endpoint()
-    one.apply(stored(prompt(1, 8)))
-    _, told = one.apply(EngineBatch((StreamGap(3),)))
+    one.apply(stored(prompt(1, 8)), 0.0)
+    _, told = one.apply(EngineBatch((StreamGap(3),)), 0.0)
     assert told == [ResidencyChanged("a/0", "partial", "events were lost")]
     one.advertise(standing, 2.0, 0.0)
     assert one.copy.advert.confidence == 0.5
-    _, told = one.apply(EngineBatch((StreamRestarted(),)))
+    _, told = one.apply(EngineBatch((StreamRestarted(),)), 0.0)
     assert [event.state for event in told if isinstance(event, ResidencyChanged)] == ["restarted", "exact"]
     one.advertise(standing, 2.0, 0.0)
     assert one.copy.advert.confidence == 1.0
@@ -149,8 +149,8 @@ def test_a_gap_lowers_the_confidence_that_is_advertised_and_is_told() -> None:
 
 def test_the_hit_unit_is_the_engines_block_where_it_is_known() -> None:
     one, standing = endpoint()
-    one.apply(stored(prompt(1, 8), block_size=32))
-    one.served(chain(prompt(2, 8)), 48)
+    one.apply(stored(prompt(1, 8), block_size=32), 0.0)
+    one.served(chain(prompt(2, 8)), 48, 0.0)
     one.advertise(standing, 2.0, 0.0)
     assert one.copy.advert.hit_unit == 32
 
@@ -159,7 +159,7 @@ def test_an_unknown_hit_unit_is_learnt_from_cached_tokens() -> None:
     one, standing = endpoint()
     units = []
     for cached in (None, 0, 192, 128, 0, 320):
-        one.served(chain(prompt(1, 30)), cached)
+        one.served(chain(prompt(1, 30)), cached, 0.0)
         one.advertise(standing, 2.0, 0.0)
         units.append(one.copy.advert.hit_unit)
     assert units == [0, 0, 192, 64, 64, 64]
@@ -171,30 +171,30 @@ def test_an_unknown_hit_unit_is_learnt_from_cached_tokens() -> None:
 def test_history_stands_in_for_an_engine_that_never_speaks() -> None:
     one, _ = endpoint()
     for i in range(SILENT_AFTER - 1):
-        assert one.served(chain(prompt(i, 4)), None) == (_nothing(), [])
-    changes, told = one.served(chain(prompt(99, 4)), None)
+        assert one.served(chain(prompt(i, 4)), None, 0.0) == (_nothing(), [])
+    changes, told = one.served(chain(prompt(99, 4)), None, 0.0)
     assert len(changes.added) == 4
     assert [(event.endpoint, event.state) for event in told] == [("a/0", "silent")]  # type: ignore[union-attr]
     assert "no engine event" in told[0].reason  # type: ignore[union-attr]
     assert held(one, prompt(99, 4)) == 4
     assert held(one, prompt(0, 4)) == 0, "what was served before is not made up"
-    _, told = one.served(chain(prompt(100, 6)), None)
+    _, told = one.served(chain(prompt(100, 6)), None, 0.0)
     assert told == [], "it is told once"
     assert held(one, prompt(100, 6)) == 6
 
 
 def test_an_engine_that_spoke_is_never_taken_for_silent() -> None:
     one, _ = endpoint()
-    one.apply(stored(prompt(1, 2)))
+    one.apply(stored(prompt(1, 2)), 0.0)
     for i in range(3 * SILENT_AFTER):
-        assert one.served(chain(prompt(i, 4)), 0) == (_nothing(), [])
+        assert one.served(chain(prompt(i, 4)), 0, 0.0) == (_nothing(), [])
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
 def test_prompts_too_short_to_be_cached_say_nothing_of_the_stream(blocks: int) -> None:
     one, _ = endpoint()
     for i in range(3 * SILENT_AFTER):
-        assert one.served(chain(prompt(i, blocks)), 0) == (_nothing(), [])
+        assert one.served(chain(prompt(i, blocks)), 0, 0.0) == (_nothing(), [])
 
 
 def test_batches_without_events_are_no_sign_of_life() -> None:
@@ -202,25 +202,25 @@ def test_batches_without_events_are_no_sign_of_life() -> None:
     one, _ = endpoint()
     told = []
     for i in range(SILENT_AFTER):
-        one.apply(EngineBatch(()))
-        told += one.served(chain(prompt(i, 4)), 0)[1]
+        one.apply(EngineBatch(()), 0.0)
+        told += one.served(chain(prompt(i, 4)), 0, 0.0)[1]
     assert [event.state for event in told] == ["silent"]  # type: ignore[union-attr]
 
 
 def test_what_the_engine_says_replaces_what_was_guessed() -> None:
     one, _ = endpoint()
     for i in range(SILENT_AFTER + 1):
-        one.served(chain(prompt(i, 4)), None)
+        one.served(chain(prompt(i, 4)), None, 0.0)
     assert held(one, prompt(SILENT_AFTER, 4)) == 4
-    one.apply(EngineBatch(()))
+    one.apply(EngineBatch(()), 0.0)
     assert one.history is not None, "an empty batch says nothing"
-    changes, _ = one.apply(stored(prompt(777, 3)))
+    changes, _ = one.apply(stored(prompt(777, 3)), 0.0)
     assert one.history is None
     assert held(one, prompt(777, 3)) == 3
     assert held(one, prompt(SILENT_AFTER, 4)) == 0
     assert (len(changes.added), len(changes.removed)) == (3, 8)
     for i in range(3 * SILENT_AFTER):
-        assert one.served(chain(prompt(i, 4)), None) == (_nothing(), [])
+        assert one.served(chain(prompt(i, 4)), None, 0.0) == (_nothing(), [])
     one.residency._check()
 
 
@@ -228,7 +228,7 @@ def test_history_keeps_to_the_engines_capacity_where_it_is_known() -> None:
     one, _ = endpoint()
     one.report = LoadReport(capacity_tokens=6 * BLOCK)
     for i in range(SILENT_AFTER + 5):
-        one.served(chain(prompt(i, 4)), None)
+        one.served(chain(prompt(i, 4)), None, 0.0)
     assert one.residency.canonical_blocks == 6
     assert held(one, prompt(SILENT_AFTER + 4, 4)) == 4
 
