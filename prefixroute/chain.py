@@ -203,6 +203,21 @@ class TokenChain:
         """Return the wire key of the first `depth` blocks."""
         return wire_key(self.key(depth))
 
+    def shared(self, other: TokenChain) -> int:
+        """Return how many leading blocks two prompts of one domain share. O(log depth) keys of each."""
+        lower, upper = 0, min(self.depth, other.depth) // STRIDE + 1
+        while upper - lower > 1:
+            middle = (lower + upper) // 2
+            same = self.key(middle * STRIDE) == other.key(middle * STRIDE)
+            lower, upper = (middle, upper) if same else (lower, middle)
+        lower *= STRIDE
+        upper = min(self.depth, other.depth, lower + STRIDE) + 1
+        while upper - lower > 1:
+            middle = (lower + upper) // 2
+            same = self.key(middle) == other.key(middle)
+            lower, upper = (middle, upper) if same else (lower, middle)
+        return lower
+
     def block(self, index: int) -> bytes:
         """Return what block `index` (from 0) contributes to the chain: its tokens, then its items' digests."""
         size = self._width

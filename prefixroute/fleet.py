@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, insort
+from collections import Counter
 from itertools import islice
 from math import inf
 from typing import NamedTuple
@@ -42,6 +43,7 @@ class Candidate(NamedTuple):
     (`confidence`) of the match, rounded down to what the engine can reuse. `s_per_token` are seconds of prefill a
     token, `queued` requests there that have no first token yet. `room_tokens` fit its cache without an eviction, and
     what is evicted there was idle for `eviction_age_s`; both are infinite while nothing tells that the cache is full.
+    `predicted` says that part of the match is no more than expected: the endpoint was sent that prompt a moment ago.
     """
 
     endpoint: str
@@ -61,6 +63,14 @@ class Candidate(NamedTuple):
     queued: int = 0
     room_tokens: float = inf
     eviction_age_s: float = inf
+    predicted: bool = False
+
+
+class Send(NamedTuple):
+    """Work that joins a peer's queue: a forward of this node's, and what the other origins can be expected to send."""
+
+    arrives_at: float
+    work_s: float
 
 
 class Standing:
@@ -90,6 +100,7 @@ class Standing:
         "refused_until",
         "reply",
         "rtt_s",
+        "sends",
         "state",
         "suspension",
         "trust",
@@ -109,6 +120,8 @@ class Standing:
         self.suspension = Suspension()
         self.refused_until = float("-inf")
         self.refusal = ""
+        self.sends: dict[int, Send] = {}
+        """By decision: forwards without a first token; those that the freshest report cannot know count."""
         self.reply: tuple[LoadReport, float] | None = None
         """The load report that came with a reply, and when: the freshest one until gossip brings a later word."""
         self.probed_tokens = 0
@@ -147,14 +160,15 @@ class Standing:
         if self.local:
             # What a probe saw is of an unknown moment between two probes; it is not drained.
             return max(ledger.wait_s(now), self._reported_s) if len(ledger) else self._reported_s
-        wait = self._reported_s
-        if wait:
-            wait = max(0.0, wait - (now - self._reported_at))
-        if len(ledger):
-            wait += min(ledger.sent_since(self._reported_at), ledger.wait_s(now))
-        return wait
+        # The queue as it was reported, drained since; what was sent since joins it when it arrives.
+        wait, at = self._reported_s, self._reported_at
+        for send in self.sends.values():
+            if send.arrives_at > self._reported_at:
+                wait = max(0.0, wait - max(0.0, send.arrives_at - at)) + send.work_s
+                at = max(at, send.arrives_at)
+        return max(0.0, wait - max(0.0, now + self.rtt_s / 2 - at))
 
-    def weigh(self, depth: int, n_tokens: int, block_tokens: int, now: float) -> Candidate:
+    def weigh(self, depth: int, n_tokens: int, block_tokens: int, now: float, predicted: bool = False) -> Candidate:
         """Weigh the endpoint for a prompt of which it holds `depth` blocks. O(1)."""
         matched = 0
         if depth:
@@ -181,6 +195,7 @@ class Standing:
             max(len(self.ledger), self._waiting),
             self._room_tokens,
             self._eviction_age_s,
+            predicted,
         )
 
 
@@ -195,11 +210,32 @@ class Fleet:
         self.usable = 0
         self.overloaded = 0
         self.local = 0
+        self._owners: Counter[str] = Counter()
+        self._typical_s = 0.0
+        """Work of a typical forward to a peer that holds a prefix of it."""
+
+    def book(
+        self, standing: Standing, ticket: int, work_s: float, tokens: int, hit: bool, now: float, until: float
+    ) -> None:
+        """Book a request at an endpoint. Every other origin is taken to forward as often, and what a hit takes."""
+        standing.ledger.book(ticket, work_s, tokens, now, until)
+        if not standing.local:
+            if hit:
+                self._typical_s = self._typical_s + 0.1 * (work_s - self._typical_s) if self._typical_s else work_s
+            mirrored = max(0, len(self._owners) - 2) * min(work_s, self._typical_s)
+            standing.sends[ticket] = Send(now + standing.rtt_s / 2, work_s + mirrored)
+        self.rank(standing, now)
+
+    def release(self, standing: Standing, ticket: int, now: float) -> bool:
+        """Take a booking back; unknown and repeated ones are harmless."""
+        standing.sends.pop(ticket, None)
+        return standing.ledger.release(ticket, now)
 
     def add(self, standing: Standing, now: float) -> None:
         """Take an endpoint in. O(log n) and a memmove."""
         self.standings[standing.name] = standing
         self.by_bit[standing.bit] = standing
+        self._owners[standing.name.partition("/")[0]] += 1
         if standing.local:
             self.local |= standing.bit
         self.refresh(standing, now)
@@ -208,6 +244,10 @@ class Fleet:
         """Take an endpoint out."""
         standing = self.standings.pop(endpoint)
         del self.by_bit[standing.bit]
+        owner = endpoint.partition("/")[0]
+        self._owners[owner] -= 1
+        if not self._owners[owner]:
+            del self._owners[owner]
         self._unrank(standing)
         clear = ~standing.bit
         self.usable &= clear

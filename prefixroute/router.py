@@ -21,6 +21,7 @@ from .events import NodeEvent, PeerChanged
 from .fleet import Candidate, Fleet, Standing
 from .index import DEEPEST, MergedIndex
 from .policy import Policy, Request
+from .predictions import Predictions
 
 MAX_FALLBACKS = 3
 MAX_LOCAL = 64
@@ -70,6 +71,7 @@ class Router:
         self._emit = emit
         self._counters = counters
         self._on_served = on_served
+        self._predictions = Predictions()
         self._tickets = 0
 
     def route(self, chain: TokenChain, forwarded: bool, now: float) -> Decision:
@@ -120,12 +122,13 @@ class Router:
         self._counters[_OUTCOMES[outcome.kind]] += 1
         standing = self.fleet.standings.get(flight.target)
         if standing is not None:
-            standing.ledger.release(ticket, now)
+            self.fleet.release(standing, ticket, now)
             self._judge(flight, standing, outcome, now)
             self.fleet.refresh(standing, now)
         if outcome.kind in (OutcomeKind.SERVED, OutcomeKind.CANCELLED):
             del self.flights[ticket]
             return None
+        self._predictions.drop(ticket)
         return self._next(flight, now)
 
     def expire(self, now: float) -> None:
@@ -160,10 +163,16 @@ class Router:
         for standing in (*fleet.cheapest(remote & ~seen, 1), *fleet.cheapest(fleet.local & ~seen, MAX_LOCAL)):
             # Beyond the strata that were asked for, an endpoint may still hold a shorter prefix.
             depths[standing] = self.index.depth(chain, standing.bit) if len(strata) == DEEPEST else 0
+        predicted: set[int] = set()
+        for standing, depth in self._predictions.match(chain, now):
+            if standing.bit & (eligible | fleet.local) and depth > depths.get(standing, 0):
+                depths[standing] = depth
+                predicted.add(standing.bit)
         chosen_from: list[Candidate] = []
         reserve: list[Candidate] = []
         for standing, depth in depths.items():
-            (chosen_from if standing.bit & eligible else reserve).append(standing.weigh(depth, n, block, now))
+            weighed = standing.weigh(depth, n, block, now, standing.bit in predicted)
+            (chosen_from if standing.bit & eligible else reserve).append(weighed)
         if not chosen_from:
             chosen_from, reserve = reserve, []
         if not chosen_from and forwarded:
@@ -180,21 +189,20 @@ class Router:
     # --- following up --------------------------------------------------------------------------------------
 
     def _book(self, flight: Flight, standing: Standing, candidate: Candidate, now: float) -> None:
-        ledger = standing.ledger
-        flight.queued = len(ledger) > 0
+        flight.queued = len(standing.ledger) > 0
         tokens = candidate.prompt_tokens - candidate.matched_tokens
         work_s = candidate.overhead_s + candidate.prefill_s
-        ledger.book(flight.decision.id, work_s, tokens, now, now + self._timeout_s)
+        hit, until = candidate.matched_tokens > 0, now + self._timeout_s
+        self.fleet.book(standing, flight.decision.id, work_s, tokens, hit, now, until)
+        self._predictions.sent(flight.decision.id, flight.chain, standing, now)
         if standing.suspension.failures:
             # This is the one trial: the endpoint is out again until it ends.
             standing.suspension.sent(now)
             self.fleet.refresh(standing, now)
-        else:
-            self.fleet.rank(standing, now)
 
     def _release(self, flight: Flight, now: float) -> None:
         standing = self.fleet.standings.get(flight.target)
-        if standing is not None and standing.ledger.release(flight.decision.id, now):
+        if standing is not None and self.fleet.release(standing, flight.decision.id, now):
             self.fleet.rank(standing, now)
 
     def _next(self, flight: Flight, now: float) -> str | None:
@@ -220,13 +228,15 @@ class Router:
         if outcome.kind is OutcomeKind.SERVED:
             if standing.suspension.served():
                 self._emit(PeerChanged(peer, "resumed", standing.name))
+            self._predictions.served(flight.decision.id)
             self._compare_hit(flight, standing, outcome.cached_tokens)
             self._on_served(flight, standing, outcome, now)
         elif outcome.kind in _FAILURES and not standing.local and standing.suspension.failed(flight.sent_at, now):
             self._emit(PeerChanged(peer, "suspended", outcome.reason or outcome.kind.value))
         load = outcome.load if not standing.local else None
         if load is not None:
-            standing.reply = (load, now)
+            # It was true when the reply was sent.
+            standing.reply = (load, now - standing.rtt_s / 2)
         if outcome.kind is OutcomeKind.REFUSED or (load is not None and load.refusing):
             standing.refused_until = now + self._refusal_s
             standing.refusal = outcome.reason or (load.reason if load is not None else "")
@@ -235,10 +245,15 @@ class Router:
         """Hold what was predicted against the engine's own count; misses lower the trust in this endpoint's digest."""
         if cached_tokens is None:
             return
-        predicted = next(c.matched_tokens for c in flight.decision.candidates if c.endpoint == standing.name)
+        candidate = next(c for c in flight.decision.candidates if c.endpoint == standing.name)
+        predicted = candidate.matched_tokens
         self._counters["predicted_tokens"] += predicted
         self._counters["cached_tokens"] += cached_tokens
-        if predicted:
+        if candidate.predicted:
+            if cached_tokens < predicted:
+                # The digest has told nothing wrong: it was the prompt before this one that left less than expected.
+                self._predictions.refute(flight.chain, standing)
+        elif predicted:
             standing.trust += 0.1 * (min(1.0, cached_tokens / predicted) - standing.trust)
 
     def _give_up(self, ticket: int, now: float) -> None:

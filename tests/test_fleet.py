@@ -8,7 +8,7 @@ import pytest
 
 from prefixroute import LoadReport, PushBackState
 from prefixroute.copies import Copy, Peer
-from prefixroute.fleet import BELIEF, DEFAULT_RTT_S, Fleet, Standing
+from prefixroute.fleet import BELIEF, DEFAULT_RTT_S, Fleet, Send, Standing
 from prefixroute.load import DEFAULT_PREFILL_TOKENS_PER_S, Advert
 
 SEEDS = range(12)
@@ -33,9 +33,11 @@ def standing(
 # --- one standing ------------------------------------------------------------------------------------------
 
 
-def test_a_remote_queue_drains_between_reports() -> None:
+def test_a_remote_queue_drains_between_reports_and_on_the_way_there() -> None:
     remote = standing(report=LoadReport(queued_tokens=3000, prefill_tokens_per_s=1000), now=10.0)
-    assert [remote.wait_s(t) for t in (10.0, 11.0, 12.5, 13.0, 99.0)] == [3.0, 2.0, 0.5, 0.0, 0.0]
+    half = DEFAULT_RTT_S / 2
+    waits = [remote.wait_s(t) for t in (10.0, 11.0, 12.5, 13.0, 99.0)]
+    assert waits == pytest.approx([3.0 - half, 2.0 - half, 0.5 - half, 0.0, 0.0])
 
 
 def test_a_local_queue_is_the_worse_of_what_a_probe_saw_and_what_was_booked() -> None:
@@ -49,28 +51,44 @@ def test_a_local_queue_is_the_worse_of_what_a_probe_saw_and_what_was_booked() ->
     assert local.wait_s(0.0) == 5.0
 
 
-def test_what_was_sent_since_the_report_is_added_to_it_and_what_was_sent_before_is_in_it() -> None:
+def sent(remote: Standing, ticket: int, work_s: float, arrives_at: float) -> None:
+    """A forward that has no first token yet."""
+    remote.sends[ticket] = Send(arrives_at, work_s)
+
+
+def test_what_arrives_after_the_report_is_added_to_it_and_what_came_before_is_in_it() -> None:
     remote = standing(report=LoadReport(queued_tokens=1000, prefill_tokens_per_s=1000), now=0.0)
-    remote.ledger.book(1, 2.0, 2000, 1.0, 99.0)
-    assert remote.wait_s(1.0) == 2.0
+    half = DEFAULT_RTT_S / 2
+    sent(remote, 1, 2.0, 1.0 + half)
+    assert remote.wait_s(1.0) == pytest.approx(2.0), "what was queued is through when it comes"
     remote.copy.load_at = 1.5
     remote.copy.advert = Advert(LoadReport(queued_tokens=2500, prefill_tokens_per_s=1000))
     remote.refresh(1.5)
-    assert remote.wait_s(1.5) == 2.5, "the forward of 1.0 is in the report of 1.5"
-    remote.ledger.book(2, 1.0, 1000, 2.0, 99.0)
-    assert remote.wait_s(2.0) == 3.0
+    assert remote.wait_s(1.5) == pytest.approx(2.5 - half), "the forward of 1.0 is in the report of 1.5"
+    sent(remote, 2, 1.0, 2.0 + half)
+    assert remote.wait_s(2.0) == pytest.approx(3.0 - half)
+    del remote.sends[2]
+    assert remote.wait_s(2.0) == pytest.approx(2.0 - half)
+
+
+def test_what_was_sent_drains_as_a_queue() -> None:
+    remote = standing(report=LoadReport(prefill_tokens_per_s=1000), now=0.0)
+    half = DEFAULT_RTT_S / 2
+    for ticket, at, wait in ((1, 1.0, 1.0), (2, 1.5, 1.5), (3, 1.5, 2.5), (4, 9.0, 1.0)):
+        sent(remote, ticket, 1.0, at)
+        assert remote.wait_s(at - half) == pytest.approx(wait)
 
 
 def test_a_reply_counts_until_gossip_brings_a_later_word() -> None:
     remote = standing(report=LoadReport(queued_tokens=9000, prefill_tokens_per_s=1000), now=0.0)
-    remote.ledger.book(1, 1.0, 1000, 0.5, 99.0)
+    half = DEFAULT_RTT_S / 2
     remote.reply = (LoadReport(queued_tokens=2000, prefill_tokens_per_s=1000), 1.0)
     remote.refresh(1.0)
-    assert [remote.wait_s(t) for t in (1.0, 2.0)] == [2.0, 1.0]
+    assert [remote.wait_s(t) for t in (1.0, 2.0)] == pytest.approx([2.0 - half, 1.0 - half])
     remote.copy.load_at = 1.5
     remote.copy.advert = Advert(LoadReport(queued_tokens=4000, prefill_tokens_per_s=1000))
     remote.refresh(2.0)
-    assert remote.wait_s(2.0) == 3.5
+    assert remote.wait_s(2.0) == pytest.approx(3.5 - half)
 
 
 def test_round_trips_are_measured_or_the_stated_default() -> None:
@@ -148,7 +166,7 @@ def test_the_terms_add_up_to_the_cost() -> None:
     remote = standing(report=LoadReport(queued_tokens=500, prefill_tokens_per_s=1000, overhead_s=0.03))
     c = remote.weigh(16, 1024, 16, 0.0)
     assert c.prefill_s == pytest.approx((1024 - BELIEF * 256) / 1000)
-    assert (c.rtt_s, c.wait_s, c.overhead_s) == (DEFAULT_RTT_S, 0.5, 0.03)
+    assert (c.rtt_s, c.wait_s, c.overhead_s) == (DEFAULT_RTT_S, pytest.approx(0.5 - DEFAULT_RTT_S / 2), 0.03)
     assert c.cost_s == pytest.approx(c.rtt_s + c.wait_s + c.overhead_s + c.prefill_s)
 
 
@@ -260,8 +278,7 @@ def test_a_booking_sends_the_next_one_elsewhere() -> None:
     taken = []
     for ticket in range(4):
         (first,) = fleet.cheapest(15, 1)
-        first.ledger.book(ticket, 1.0, 100, 0.0, 99.0)
-        fleet.rank(first, 0.0)
+        fleet.book(first, ticket, 1.0, 100, False, 0.0, 99.0)
         taken.append(first.name)
     assert sorted(taken) == [f"n{i}/0" for i in range(4)]
 
