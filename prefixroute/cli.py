@@ -18,7 +18,7 @@ from typing import NamedTuple, NoReturn
 
 from . import __version__, replay
 from .errors import UsageError
-from .sim import replication
+from .sim import commands
 
 USAGE_ERROR = 2
 
@@ -108,9 +108,9 @@ COMMANDS = (
     ),
     Command(
         "simulate",
-        "run random schedules of faults over real nodes in virtual time and check every rule of replication",
-        replication.add_options,
-        replication.run_options,
+        "run real nodes in virtual time: replication under faults, policies over workloads, your own scenario",
+        commands.add_options,
+        commands.run_options,
     ),
 )
 

@@ -127,6 +127,8 @@ class Explanation(NamedTuple):
                     "cost_ms": _ms(c.cost_s),
                     "push_back": c.state.name.lower(),
                     "age_ms": _ms(c.age_s),
+                    "queued": c.queued,
+                    "expected": c.predicted,
                 }
                 for c in d.candidates
             ],
@@ -147,7 +149,7 @@ class Explanation(NamedTuple):
             lines.append(
                 f"{mark} {name:<24}{c.matched_tokens:>7}{c.confidence:>6.2f}{_ms(c.rtt_s):>8}{_ms(c.wait_s):>9}"
                 f"{_ms(c.overhead_s):>8}{_ms(c.prefill_s):>9}{_ms(c.cost_s):>9}  {c.state.name.lower():<9}"
-                f"{_ms(c.age_s):>8}"
+                f"{_ms(c.age_s):>8}{'  expected' if c.predicted else ''}"
             )
         return "\n".join(lines)
 

@@ -57,8 +57,8 @@ class RentOrBuy:
 
     Take the least T_j, the origin on a tie. If that is a peer that holds more of the prompt, buy when R >= B: serve
     here, and forget that rent. Else forward, and add the round trip to the rent of those blocks (`rent`). A peer that
-    holds no more than the origin is only a shorter queue, and costs no rent. A gateway, which has no cache to warm,
-    counts what a forward would evict at the target instead.
+    holds no more than the origin is only a shorter queue, and costs no rent. A gateway has no cache to warm: its price
+    of work is that of the mean queue of its candidates, and it counts what a forward would evict at the target.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,8 @@ class RentOrBuy:
         """Sort by priced cost, then let rent decide between the best peer and the origin. O(depth / 32)."""
         local = min((c for c in candidates if c.local), key=_own_cost, default=None)
         if local is None:
-            costs = sorted((_cost_for_a_gateway(c), rng.random(), c) for c in candidates)
+            mean = 1 + sum(c.queued for c in candidates) / len(candidates)
+            costs = sorted((_cost_for_a_gateway(c, mean), rng.random(), c) for c in candidates)
             order = [c for *_, c in costs]
             return Choice(tuple(order), "longer cached prefix" if order[0].depth else "shorter wait")
         price = 1 + local.queued
@@ -154,7 +155,7 @@ POLICIES: dict[str, type[RentOrBuy] | type[GreedyCost] | type[LongestMatch] | ty
 _COST = attrgetter("cost_s")
 
 
-def _priced(candidate: Candidate, price: int) -> float:
+def _priced(candidate: Candidate, price: float) -> float:
     """Expected time to first token, with prefill at the origin's price of work."""
     return candidate.rtt_s + candidate.wait_s + candidate.overhead_s + price * candidate.prefill_s
 
@@ -168,10 +169,6 @@ def _evicted(candidate: Candidate) -> float:
     return max(0.0, candidate.prompt_tokens - candidate.matched_tokens - candidate.room_tokens)
 
 
-def _cost_for_a_gateway(candidate: Candidate) -> float:
+def _cost_for_a_gateway(candidate: Candidate, price: float) -> float:
     """Expected time to first token, and of the prefill that is done again later for what this prompt evicts."""
-    return candidate.cost_s + candidate.s_per_token * _evicted(candidate)
-
-
-def _cost_and_place(candidate: Candidate) -> tuple[float, bool]:
-    return (candidate.cost_s, not candidate.local)
+    return _priced(candidate, price) + candidate.s_per_token * _evicted(candidate)

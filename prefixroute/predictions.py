@@ -99,7 +99,7 @@ class Predictions:
             del self._by_first[first]
 
     def refute(self, chain: TokenChain, standing: Standing) -> None:
-        """Forget what an endpoint is expected to hold of prompts that begin like this one: it did not. O(such prompts)."""
+        """Forget what an endpoint is expected to hold of prompts that begin like this one. O(such prompts)."""
         for ticket in self._by_first.get(chain.key(1), ())[:] if chain.depth else ():
             if self._by_ticket[ticket].standing is standing:
                 self.drop(ticket)

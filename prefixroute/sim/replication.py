@@ -3,7 +3,6 @@
 Rules:
 1. Schedule i has seed `seed + i`: ``--schedules 1 --seed S`` repeats one.
 2. Workers share nothing, so the result does not depend on their number but for its seconds.
-3. This is the one file of the simulator that reads a clock or starts processes.
 """
 
 from __future__ import annotations
@@ -143,7 +142,6 @@ def _result(runs: list[Run], failed: list[Schedule], steps: int, seed: int, bega
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
-    add("subject", choices=("replication",), help="what to simulate")
     add("--schedules", type=int, default=200, metavar="N", help="random schedules (200)")
     add("--steps", type=int, default=200, metavar="N", help="steps of a schedule (200)")
     add("--seed", type=int, default=1, metavar="S", help="seed of the first schedule (1)")

@@ -1,0 +1,91 @@
+"""Experiments over many processes, with a progress line and JSON at the end.
+
+Rules:
+1. A task is a function of this package and plain arguments, so that processes can be spawned anywhere.
+2. Results come in the order of the tasks, whatever the number of processes.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from prefixroute import UsageError
+
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
+
+
+class Progress:
+    """One line on standard error: on a terminal written anew every second, else a line every ten."""
+
+    def __init__(self, total: int, what: str, silent: bool = False) -> None:
+        self._total = total
+        self._what = what
+        self._silent = silent
+        self._began_at = self._told_at = time.monotonic()
+
+    def __call__(self, done: int) -> None:
+        """Tell that `done` of all are done."""
+        now, live = time.monotonic(), sys.stderr.isatty()
+        last = done == self._total
+        if self._silent or (now - self._told_at < (1 if live else 10) and not (live and last)):
+            return
+        self._told_at = now
+        left = (now - self._began_at) * (self._total - done) / max(done, 1)
+        end, head = ("\n" if last or not live else ""), ("\r" if live else "")
+        print(f"{head}{done} of {self._total} {self._what}, {left:.0f} s left ", end=end, file=sys.stderr, flush=True)
+
+
+def run_all(
+    function: Callable[[_Task], _Result],
+    tasks: Sequence[_Task],
+    workers: int,
+    progress: Callable[[int], None] | None = None,
+) -> list[_Result]:
+    """Run a function on every task, in this process when one worker is enough. Raises `UsageError` for no worker."""
+    if workers < 1:
+        raise UsageError("an experiment needs workers >= 1")
+    results = []
+    if workers == 1 or len(tasks) < 2:
+        for done, task in enumerate(tasks, 1):
+            results.append(function(task))
+            if progress is not None:
+                progress(done)
+        return results
+    with multiprocessing.get_context("spawn").Pool(min(workers, len(tasks))) as pool:
+        for done, result in enumerate(pool.imap(function, tasks), 1):
+            results.append(result)
+            if progress is not None:
+                progress(done)
+    return results
+
+
+def write_json(path: str | None, result: Any) -> None:
+    """Write a result as JSON: to a file, to standard output for "-", nowhere for None. Raises `UsageError`."""
+    if path is None:
+        return
+    text = json.dumps(result, indent=1) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def check_writable(path: str | None) -> None:
+    """Find out before hours of work whether the result can be written. Raises `UsageError`."""
+    if path is None or path == "-":
+        return
+    try:
+        with Path(path).open("a"):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
