@@ -172,3 +172,7 @@ def _evicted(candidate: Candidate) -> float:
 def _cost_for_a_gateway(candidate: Candidate, price: float) -> float:
     """Expected time to first token, and of the prefill that is done again later for what this prompt evicts."""
     return _priced(candidate, price) + candidate.s_per_token * _evicted(candidate)
+
+
+def _cost_and_place(candidate: Candidate) -> tuple[float, bool]:
+    return (candidate.cost_s, not candidate.local)
