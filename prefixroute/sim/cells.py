@@ -185,7 +185,9 @@ def summary(runs: Sequence[Figures], none: Sequence[Figures]) -> dict[str, float
 
 def table(rows: dict[str, dict[str, float]]) -> str:
     """Return a cell's figures as a table for people."""
-    lines = [f"{'policy':<10}{'mean s':>9}{'p99 s':>9}{'ratio':>8}{'p99 r':>8}{'hit':>7}{'req hit':>9}{'fwd':>6}{'hot':>6}"]
+    lines = [
+        f"{'policy':<10}{'mean s':>9}{'p99 s':>9}{'ratio':>8}{'p99 r':>8}{'hit':>7}{'req hit':>9}{'fwd':>6}{'hot':>6}"
+    ]
     lines += [
         f"{name:<10}{r['mean_s']:>9.4f}{r['p99_s']:>9.3f}{r['mean_ratio']:>8.3f}{r['p99_ratio']:>8.3f}"
         f"{r['token_hit']:>7.3f}{r['request_hit']:>9.3f}{r['forwarded']:>6.2f}{r['hottest']:>6.2f}"

@@ -27,6 +27,8 @@ from .workloads import Arrival, Trace
 
 MakePolicy = Callable[[], Policy]
 
+_DOWN = float("inf")
+
 
 @dataclass(frozen=True, slots=True)
 class ServingSettings:
@@ -112,11 +114,12 @@ class Job:
 class Attempt:
     """One try of a request at one node. `decision` is the target's own, when it was forwarded."""
 
-    __slots__ = ("cached", "decision", "job", "life", "number", "reached_at", "sent_at", "target")
+    __slots__ = ("cached", "decision", "job", "life", "number", "origin", "reached_at", "sent_at", "target")
 
     def __init__(self, job: Job, target: int, now: float) -> None:
         self.job = job
         self.target = target
+        self.origin = job.origin
         self.sent_at = now
         self.number = job.tries
         self.reached_at = now
@@ -236,10 +239,10 @@ class Bare:
         if attempt.life != self.engines[attempt.target].life:
             return
         load = self.finished(attempt, now)
-        if attempt.target == attempt.job.origin:
+        if attempt.target == attempt.origin:
             self._reply((attempt, load), now)
         else:
-            self.plan(now + self.settings.delay(attempt.target, attempt.job.origin), self._reply, (attempt, load))
+            self.plan(now + self.settings.delay(attempt.target, attempt.origin), self._reply, (attempt, load))
 
     def _reply(self, came: tuple[Attempt, LoadReport | None], now: float) -> None:
         attempt, load = came
@@ -336,6 +339,8 @@ class Gossiping(Bare):
 
     def _deliver(self, parcel: tuple[int, int, bytes], now: float) -> None:
         i, source, data = parcel
+        if self._due[i] == _DOWN:
+            return
         self.nodes[i].receive_datagram(data, self.names[source], now)
         self.carry(i, now)
         if self.nodes[i].next_timer() < self._due[i]:
@@ -370,6 +375,7 @@ class Gossiping(Bare):
     def replied(self, attempt: Attempt, load: LoadReport | None, now: float) -> None:
         """Report at the origin."""
         job = attempt.job
-        assert job.decision is not None
+        if job.decision is None:
+            return
         outcome = Outcome.served(attempt.cached, now - attempt.sent_at, load)
         self.nodes[job.origin].report(job.decision, outcome, now, endpoint=self.endpoints[attempt.target])

@@ -136,6 +136,11 @@ def _kitchen(domain: Domain) -> Node:
     return Node("prompts", domain, rng=random.Random(0), now=0.0)
 
 
+def simulated_domain(block_tokens: int = 16) -> Domain:
+    """Return the domain of all simulated prompts with blocks of so many tokens."""
+    return Domain("simulated", "simulated", block_size=block_tokens)
+
+
 def _words(seed: Sequence[int], n: int) -> bytes:
     generator = np.random.default_rng([abs(part) for part in seed])
     return generator.integers(0, _VOCABULARY, n, dtype=np.uint32).astype("<u4").tobytes()
@@ -235,7 +240,7 @@ def read_mooncake(path: Path, requests: int, origins: int, seed: int, skip: int 
         raise UsageError(f"{path} is no Mooncake trace ({type(error).__name__}: {error})") from None
     if len(parsed) < 2:
         raise UsageError(f"{path} has fewer than two requests after the first {skip}")
-    domain = Domain("simulated", "simulated", block_size=TRACE_BLOCK)
+    domain = simulated_domain(TRACE_BLOCK)
     rng = random.Random(seed)
     first, last = parsed[0][0], parsed[-1][0]
     pace = (last - first) / len(parsed) or 1.0
@@ -267,13 +272,11 @@ def maker(
 
     The rate matters only for what changes by the clock. Raises `UsageError` for an unknown name.
     """
-    domain = Domain("simulated", "simulated", block_size=block_tokens)
+    domain = simulated_domain(block_tokens)
 
     def topics(drawn: Callable[[float, int, int, int], list[Skeleton]]) -> Callable[[float, int, int, int], Trace]:
         def make(rate: float, requests: int, origins: int, seed: int) -> Trace:
-            return _with_prompts(
-                name, drawn(rate, requests, origins, seed), seed, domain, tail_tokens, cache_tails
-            )
+            return _with_prompts(name, drawn(rate, requests, origins, seed), seed, domain, tail_tokens, cache_tails)
 
         return make
 
