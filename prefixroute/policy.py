@@ -50,10 +50,10 @@ class RentOrBuy:
     of a copy. Who buys once the rent that was paid reaches the price pays at most about twice what the best choice in
     hindsight costs (ski rental; Karlin et al., Algorithmica 3, 1988), and needs to know no rate of arrivals.
 
-        price of work   p   = 1 + requests at the origin without a first token: work taken here delays them too
-        cost            T_j = round trip + wait + overhead + p x seconds a token x uncached tokens
+        price of work   p_j = 1 + mean of the requests without a first token at the origin and at j: work delays others
+        cost            T_j = round trip + wait + overhead + p_j x seconds a token x uncached tokens
         rent            R   = this round trip + the rent kept on the blocks that the best peer holds beyond the origin
-        price of a copy B   = seconds a token x (p x tokens of those blocks + tokens evicted here for them)
+        price of a copy B   = seconds a token x (p x tokens of those blocks + tokens evicted for them), at the origin
 
     Take the least T_j, the origin on a tie. If that is a peer that holds more of the prompt, buy when R >= B: serve
     here, and forget that rent. Else forward, and add the round trip to the rent of those blocks (`rent`). A peer that
@@ -72,14 +72,15 @@ class RentOrBuy:
             costs = sorted((_cost_for_a_gateway(c, mean), rng.random(), c) for c in candidates)
             order = [c for *_, c in costs]
             return Choice(tuple(order), "longer cached prefix" if order[0].depth else "shorter wait")
-        price = 1 + local.queued
-        order = [c for *_, c in sorted((_priced(c, price), not c.local, rng.random(), c) for c in candidates)]
+        here = local.queued
+        costs = [(_priced(c, 1 + (here + c.queued) / 2), not c.local, rng.random(), c) for c in candidates]
+        order = [c for *_, c in sorted(costs)]
         best = order[0]
         if best.local:
             return Choice(tuple(order), "local is cheapest" if best.matched_tokens else "local: nobody is cheaper")
         if best.matched_tokens <= local.matched_tokens:
             return Choice(tuple(order), "shorter wait")
-        if self._buys(request, local, best, price):
+        if self._buys(request, local, best, 1 + here):
             order.remove(local)
             return Choice((local, *order), "local: rent has reached the price of a copy")
         return Choice(tuple(order), "longer cached prefix")

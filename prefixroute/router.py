@@ -146,8 +146,10 @@ class Router:
         a handful, however many there are.
         """
         fleet, block, n = self.fleet, self._block_tokens, chain.n_tokens
-        # Push-back is relative: it is honoured while somebody who does not push back exists, local included.
-        eligible = fleet.local if forwarded else (fleet.usable & ~fleet.overloaded or fleet.usable)
+        # Push-back is relative: it is honoured while somebody who does not push back exists. This node's own endpoints
+        # stay: how long they are busy is known here, and counts.
+        free = fleet.usable & ~fleet.overloaded
+        eligible = fleet.local if forwarded else (free | fleet.usable & fleet.local if free else fleet.usable)
         if self._keeps_local:
             eligible |= fleet.local
         strata = self.index.search(chain, within=eligible | fleet.local)

@@ -50,14 +50,14 @@ class CellSettings:
 
     def serving(self, trace: Trace) -> ServingSettings:
         """Return the settings of the fleet for a trace."""
-        return ServingSettings(
-            nodes=self.nodes,
-            capacity_tokens=self.capacity * trace.prefix_tokens,
-            delay_s=self.delay_s,
-            gossip_s=self.gossip_s,
-            speed=self.speed,
-            **dict(self.extra),
-        )
+        given: dict[str, Any] = {
+            "nodes": self.nodes,
+            "capacity_tokens": self.capacity * trace.prefix_tokens,
+            "delay_s": self.delay_s,
+            "gossip_s": self.gossip_s,
+            "speed": self.speed,
+        }
+        return ServingSettings(**{**given, **dict(self.extra)})
 
 
 class RunOf(NamedTuple):
@@ -69,9 +69,10 @@ class RunOf(NamedTuple):
 
 
 @lru_cache(maxsize=24)
-def _unit_trace(
+def unit_trace(
     workload: str, options: tuple[tuple[str, Any], ...], rate: float, requests: int, origins: int, seed: int
 ) -> Trace:
+    """Return a trace of rate 1; those that change by the clock are made for `rate`."""
     return maker(workload, **dict(options))(rate, requests, origins, seed)
 
 
@@ -88,7 +89,7 @@ def _work_s(
     speed: Speed,
 ) -> float:
     """Return the mean service time without routing. Without forwards it depends on the order of arrivals alone."""
-    trace = _unit_trace(workload, options, rate, requests, nodes, seed)
+    trace = unit_trace(workload, options, rate, requests, nodes, seed)
     block = trace.domain.block_size
     caches = [BlockCache(int(capacity * trace.prefix_tokens / block), block, whole) for _ in range(nodes)]
     total = 0.0
@@ -105,7 +106,7 @@ def trace_of(cell: CellSettings, seed: int) -> Trace:
 
     def unit(rate: float) -> Trace:
         told = rate if cell.workload == "rotate" else 1.0
-        return _unit_trace(cell.workload, cell.workload_options, told, cell.requests, cell.nodes, seed)
+        return unit_trace(cell.workload, cell.workload_options, told, cell.requests, cell.nodes, seed)
 
     if not rate:
         # What changes by the clock changes with the rate: the second guess is near enough.

@@ -19,6 +19,7 @@ SUBJECTS = (
     Subject("paper", "the published results of decentralised routing by longest match, row by row"),
     Subject("grid", "all policies over fleets, workloads, caches, gossip, loads and delays, against no routing"),
     Subject("gateways", "stateless gateways in front of many endpoints: what gossip between them is worth"),
+    Subject("stress", "the default rule where the grid does not go: wrong settings, slow nodes, losses, crashes, lies"),
     Subject("run", "your own fleet and workload, from a scenario file"),
 )
 

@@ -3,7 +3,8 @@
 Rules:
 1. One node owns all endpoints and hears every engine at once; it only looks prompts up.
 2. What it finds is relabelled as the origin sees it: its own endpoint is local, the others are a round trip away.
-3. Waits are those of the engines' queues when the request would reach them; room and ages are the caches' own.
+3. Waits are those of the engines' queues when the request would reach them, with all that is on its way there, whoever
+   sent it; and what is on its way will be held when it has arrived. Room and ages are the caches' own.
 4. Each origin has a policy of its own, since a policy may keep state.
 
 With no delay at all and `GreedyCost` it is a central router that knows everything at once.
@@ -12,12 +13,21 @@ With no delay at all and `GreedyCost` it is a central router that knows everythi
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from prefixroute import Candidate, LoadReport, Node, NodeSettings, NoRouting, Outcome, Request
 
 from .serving import Attempt, Bare, Job, MakePolicy, ServingSettings
 from .workloads import Trace
+
+
+class Flying(NamedTuple):
+    """A request on its way to a node, the work that it will be there, and the blocks that will then be held."""
+
+    arrives_at: float
+    work_s: float
+    blocks: tuple[int, ...]
 
 
 class Exact(Bare):
@@ -42,31 +52,62 @@ class Exact(Bare):
             self._endpoints.append(endpoint)
         self._target = {endpoint: i for i, endpoint in enumerate(self._endpoints)}
         self._policies = [make_policy() for _ in range(settings.nodes)]
+        self._flying: list[dict[int, Flying]] = [{} for _ in range(settings.nodes)]
 
     def route(self, job: Job, now: float) -> int:
         """Ask the origin's policy."""
-        chain = job.arrival.prompt.chain
-        decision = self._oracle.route(chain, now)
+        prompt, origin = job.arrival.prompt, job.origin
+        decision = self._oracle.route(prompt.chain, now)
         self._oracle.report(decision, Outcome.cancelled(), now)
-        candidates = [self._seen_from(job.origin, candidate, now) for candidate in decision.candidates]
-        choice = self._policies[job.origin].choose(Request(chain, now), candidates, self.rng)
-        return self._target[choice.order[0].endpoint]
+        candidates = [self._seen_from(origin, candidate, prompt.blocks, now) for candidate in decision.candidates]
+        best = self._policies[origin].choose(Request(prompt.chain, now), candidates, self.rng).order[0]
+        target = self._target[best.endpoint]
+        if target != origin:
+            at = now + self.settings.delay(origin, target)
+            self._flying[target][job.index] = Flying(at, best.overhead_s + best.prefill_s, prompt.blocks)
+        return target
+
+    def accept(self, attempt: Attempt, now: float) -> None:
+        """Note that it is on its way no longer."""
+        del self._flying[attempt.target][attempt.job.index]
 
     def admitted(self, attempt: Attempt, batch: Any, now: float) -> None:
         """Let the oracle hear of it."""
         self._oracle.apply(self._endpoints[attempt.target], batch, now)
 
-    def _seen_from(self, origin: int, candidate: Candidate, now: float) -> Candidate:
+    def _seen_from(self, origin: int, candidate: Candidate, blocks: Sequence[int], now: float) -> Candidate:
         i = self._target[candidate.endpoint]
         delay, engine = self.settings.delay(origin, i), self.engines[i]
-        rtt = delay + self.settings.delay(i, origin)
-        wait = max(0.0, engine.server.wait_s(now) - delay)
+        rtt, there = delay + self.settings.delay(i, origin), now + delay
+        free_at, depth = now + engine.server.wait_s(now), candidate.depth
+        for flying in self._flying[i].values():
+            if flying.arrives_at <= there:
+                free_at = max(free_at, flying.arrives_at) + flying.work_s
+                depth = max(depth, _common(blocks, flying.blocks))
+        wait, size = max(0.0, free_at - there), self.trace.domain.block_size
+        matched = min(depth * size, candidate.prompt_tokens - 1) // size * size
+        prefill = (candidate.prompt_tokens - matched) * candidate.s_per_token
         return candidate._replace(
             local=i == origin,
+            depth=depth,
+            matched_tokens=matched,
             rtt_s=rtt,
             wait_s=wait,
-            cost_s=rtt + wait + candidate.overhead_s + candidate.prefill_s,
+            prefill_s=prefill,
+            cost_s=rtt + wait + candidate.overhead_s + prefill,
             queued=engine.server.queued,
             room_tokens=float(engine.cache.room_tokens),
             eviction_age_s=engine.cache.eviction_age_s,
         )
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many leading blocks two prompts share: a handle tells all that is above it."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high) // 2
+        if one[middle] == other[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low

@@ -37,13 +37,6 @@ OTHERS = tuple(name for name in ("none", "longest", "least", "greedy") if name !
 POLICIES = tuple(dict.fromkeys((*OTHERS, DEFAULT, "exact")))
 FIRST_SEED = 101
 
-BARS = (
-    ("mean against no routing above 1.01", lambda row: row.mean > 1.01),
-    ("p99 against no routing above 1.05", lambda row: row.p99 > 1.05),
-    ("more than 1.05 of the best other policy", lambda row: row.regret > 1.05),
-)
-"""What each cell is held against."""
-
 
 class Row(NamedTuple):
     """The default rule in one cell: its ratios to no routing, and its mean against the best other policy's."""
@@ -51,6 +44,14 @@ class Row(NamedTuple):
     mean: float
     p99: float
     regret: float
+
+
+BARS: tuple[tuple[str, Callable[[Row], bool]], ...] = (
+    ("mean against no routing above 1.01", lambda row: row.mean > 1.01),
+    ("p99 against no routing above 1.05", lambda row: row.p99 > 1.05),
+    ("more than 1.05 of the best other policy", lambda row: row.regret > 1.05),
+)
+"""What each cell is held against."""
 
 
 class Size(NamedTuple):

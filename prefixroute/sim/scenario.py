@@ -1,7 +1,276 @@
-"""To come."""
+"""``prefixroute simulate run SCENARIO``: your own fleet and workload, from a TOML or JSON file.
+
+The tables of a file are the classes below, their fields the keys. Every key has a default; an unknown key is refused.
+Times are in milliseconds where the name says so, else in seconds.
+"""
+
+from __future__ import annotations
+
 import argparse
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from prefixroute import POLICIES, UsageError
+
+from .cells import DEFAULT, RULES, CellSettings, run_cell, summary, table, trace_of, unit_trace
+from .faults import KINDS, Fault, FaultSettings, Faulty, served_once
+from .parallel import Progress, check_writable, run_all, write_json
+from .service import Speed
+from .stats import Figures, figures
+from .workloads import maker
+
+
+class Zone(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Nodes beside each other. `slower` multiplies their service time."""
+
+    name: str
+    nodes: int = 4
+    slower: float = 1.0
+
+
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One-way delay between the nodes of two zones."""
+
+    zones: tuple[str, str]
+    delay_ms: float
+
+
+class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine: `overhead_ms` a request, prefill rate, and the cache in tokens, or as a share of all prefix tokens.
+
+    With `batch_tokens` it prefills in steps of so many tokens and decodes `output_tokens` of each request beside.
+    """
+
+    prefill_tokens_per_s: float = 8000.0
+    overhead_ms: float = 20.0
+    cache_tokens: int = 0
+    cache_share: float = 0.5
+    batch_tokens: int = 0
+    output_tokens: int = 0
+    decode_ms: float = 0.0
+
+
+class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is asked: a kind of `workloads.maker`, and either a rate (requests a second) or a load without routing."""
+
+    kind: str = "zipf1.5"
+    requests: int = 2500
+    rate: float = 0.0
+    load: float = 0.6
+    tail_tokens: int = 100
+    cache_tails: bool = False
+    file: str = ""
+
+
+class Gossip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A round of gossip, in which a node talks to `fan_out` others; `loss` is the share of datagrams lost."""
+
+    interval_s: float = 1.0
+    fan_out: int = 3
+    loss: float = 0.0
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Something wrong with a node (counted from 0 over all zones) for a share of the run, from 0 to 1."""
+
+    kind: str
+    node: int
+    begin: float
+    end: float = 1.0
+
+
+class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A what-if: zones and the links between them, engines, workload, gossip, failures, policies, seeds."""
+
+    title: str = ""
+    zones: tuple[Zone, ...] = (Zone("here"),)
+    links: tuple[Link, ...] = ()
+    inside_ms: float = 0.5
+    """One-way delay inside a zone."""
+    engine: Engine = Engine()
+    workload: Workload = Workload()
+    gossip: Gossip = Gossip()
+    failures: tuple[Failure, ...] = ()
+    timeout_s: float = 60.0
+    policies: tuple[str, ...] = ("none", "longest", "greedy", DEFAULT, "exact")
+    seeds: tuple[int, ...] = (1, 2, 3)
+
+    def zone_of(self) -> list[int]:
+        """Return the zone of every node."""
+        return [i for i, zone in enumerate(self.zones) for _ in range(zone.nodes)]
+
+    def delays_s(self) -> tuple[tuple[float, ...], ...]:
+        """Return the one-way delay between every two nodes. Raises `UsageError` when a pair of zones has no link."""
+        names = [zone.name for zone in self.zones]
+        linked = {frozenset(link.zones): link.delay_ms / 1000 for link in self.links}
+        for link in self.links:
+            for name in link.zones:
+                if name not in names:
+                    raise UsageError(f"a link names the zone {name!r}; the zones are {', '.join(names)}")
+
+        def between(a: int, b: int) -> float:
+            if a == b:
+                return self.inside_ms / 1000
+            pair = frozenset((names[a], names[b]))
+            if pair not in linked:
+                raise UsageError(f"no link says the delay between the zones {names[a]} and {names[b]}")
+            return linked[pair]
+
+        zones = self.zone_of()
+        return tuple(tuple(between(a, b) for b in zones) for a in zones)
+
+    def cell(self, folder: Path) -> CellSettings:
+        """Return the cell of this scenario; the workload's file is looked for in `folder`."""
+        zones, workload = self.zone_of(), self.workload
+        options: dict[str, Any] = {"tail_tokens": workload.tail_tokens, "cache_tails": workload.cache_tails}
+        if workload.file:
+            options["file"] = str(folder / workload.file)
+        maker(workload.kind, **options)
+        engine = self.engine
+        told, share = tuple(sorted(options.items())), engine.cache_share
+        if engine.cache_tokens:
+            trace = unit_trace(workload.kind, told, 1.0, workload.requests, len(zones), self.seeds[0])
+            share = engine.cache_tokens / trace.prefix_tokens
+        extra: dict[str, Any] = {
+            "delay_s": self.delays_s(),
+            "slower": tuple(self.zones[zone].slower for zone in zones),
+            "fan_out": self.gossip.fan_out,
+            "loss": self.gossip.loss,
+            "timeout_s": self.timeout_s if self.failures else 3600.0,
+        }
+        speed = Speed(
+            engine.overhead_ms / 1000,
+            1 / engine.prefill_tokens_per_s,
+            engine.batch_tokens,
+            engine.output_tokens,
+            decode_s=engine.decode_ms / 1000,
+        )
+        return CellSettings(
+            nodes=len(zones),
+            workload=workload.kind,
+            capacity=share,
+            gossip_s=self.gossip.interval_s,
+            load=workload.load,
+            requests=workload.requests,
+            rate=workload.rate,
+            speed=speed,
+            extra=tuple(sorted(extra.items())),
+            workload_options=told,
+        )
+
+
+def read(path: Path) -> Scenario:
+    """Read a scenario. Raises `UsageError` that says what is wrong and where."""
+    try:
+        data = path.read_bytes()
+        tree = msgspec.json.decode(data) if path.suffix == ".json" else msgspec.toml.decode(data)
+        scenario = msgspec.convert(tree, Scenario)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except ImportError:
+        raise UsageError("TOML needs the extra sim with Python 3.10 (pip install 'prefixroute[sim]'); JSON does not") from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from None
+    _check(scenario, path)
+    return scenario
+
+
+def _check(scenario: Scenario, path: Path) -> None:
+    for policy in scenario.policies:
+        if policy not in RULES:
+            raise UsageError(f"{path}: unknown policy {policy!r}: {', '.join(RULES)}")
+    nodes = len(scenario.zone_of())
+    if nodes < 1 or not scenario.seeds or not scenario.policies or scenario.workload.requests < 1:
+        raise UsageError(f"{path}: a scenario needs a node, a request, a policy and a seed")
+    if scenario.workload.rate <= 0 and not 0 < scenario.workload.load:
+        raise UsageError(f"{path}: a workload needs rate > 0 or load > 0")
+    for failure in scenario.failures:
+        if failure.kind not in KINDS or not 0 <= failure.node < nodes or not 0 <= failure.begin < failure.end:
+            raise UsageError(f"{path}: a failure is of {', '.join(KINDS)}, at a node from 0 to {nodes - 1}")
+    if scenario.failures and set(scenario.policies) - set(POLICIES):
+        raise UsageError(f"{path}: with failures the policies are of {', '.join(POLICIES)}")
+
+
+# --- running -----------------------------------------------------------------------------------------------
+
+
+class _Run(msgspec.Struct, frozen=True):
+    figures: Figures
+    shares: list[float]
+    """Share of requests that each node served."""
+    counts: dict[str, int]
+
+
+def _task(task: tuple[Scenario, Path, str, int]) -> _Run:
+    scenario, folder, policy, seed = task
+    cell = scenario.cell(folder)
+    counts: dict[str, int] = {}
+    if scenario.failures:
+        trace = trace_of(cell, seed)
+        length = trace.arrivals[-1].at
+        faults = [Fault(f.kind, f.node, f.begin * length, f.end * length) for f in scenario.failures]
+        run = Faulty(trace, cell.serving(trace), seed, POLICIES[policy], FaultSettings(tuple(faults)))
+        served = run.run()
+        counts = {"answered_once": int(served_once(run, served)), "fallbacks": served.counts["fallbacks"]}
+        found = figures(served, trace)
+    else:
+        one = run_cell(cell, policy, seed)
+        served, found = one.served, one.figures
+    shares = Counter(served.server)
+    return _Run(found, [round(shares[i] / cell.requests, 4) for i in range(cell.nodes)], counts)
+
+
+def run(scenario: Scenario, folder: Path, workers: int = 1, silent: bool = True) -> dict[str, Any]:
+    """Run a scenario; return by policy its figures and ratios to no routing, and what each node served."""
+    policies = tuple(dict.fromkeys(("none", *scenario.policies)))
+    tasks = [(scenario, folder, policy, seed) for policy in policies for seed in scenario.seeds]
+    runs = run_all(_task, tasks, workers, Progress(len(tasks), "runs", silent))
+    by_policy: dict[str, Sequence[_Run]] = {
+        policy: runs[i * len(scenario.seeds) : (i + 1) * len(scenario.seeds)] for i, policy in enumerate(policies)
+    }
+    none = [one.figures for one in by_policy["none"]]
+    result: dict[str, Any] = {"title": scenario.title, "seeds": list(scenario.seeds), "default": DEFAULT}
+    result["policies"] = {
+        policy: {
+            **{name: round(value, 4) for name, value in summary([one.figures for one in mine], none).items()},
+            "node_shares": [round(sum(one.shares[i] for one in mine) / len(mine), 4) for i in range(len(mine[0].shares))],
+            **{name: sum(one.counts[name] for one in mine) for name in mine[0].counts},
+        }
+        for policy, mine in by_policy.items()
+    }
+    return result
+
+
+# --- the command -------------------------------------------------------------------------------------------
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """None yet."""
+    """Declare the command's options."""
+    add = parser.add_argument
+    add("scenario", type=Path, metavar="SCENARIO", help="a TOML or JSON file; see examples/scenarios")
+    add("--workers", type=int, default=os.cpu_count() or 1, metavar="W", help="processes (one a core)")
+    add("--json", metavar="FILE", help='write the result as JSON ("-": standard output, and nothing else)')
+
+
 def run_options(options: argparse.Namespace) -> int:
-    """None yet."""
+    """Run the command. Raises `UsageError` for a file that cannot be used."""
+    scenario = read(options.scenario)
+    folder = options.scenario.parent
+    scenario.cell(folder)
+    check_writable(options.json)
+    silent = options.json == "-"
+    result = run(scenario, folder, options.workers, silent)
+    if not silent:
+        print(scenario.title or options.scenario)
+        print(table(result["policies"]))
+        zones = [scenario.zones[i].name for i in scenario.zone_of()]
+        for policy, found in result["policies"].items():
+            shares = " ".join(f"{zone}:{share:.2f}" for zone, share in zip(zones, found["node_shares"], strict=True))
+            print(f"served by node, {policy}: {shares}")
+    write_json(options.json, result)
     return 0

@@ -95,7 +95,8 @@ class BlockCache:
         self._roots.clear()
 
     def _evict(self, now: float) -> list[int]:
-        held, removed = self._held, []
+        held = self._held
+        removed: list[int] = []
         while len(held) > self.capacity and (not self.whole or len(self._roots) > 1):
             if self.whole:
                 going = self._roots.pop(next(iter(self._roots)))
@@ -187,7 +188,7 @@ class BatchServer:
         self.busy_s = 0.0
         self._plan = plan
         self._done = done
-        self._waiting: deque[list[Any]] = deque()
+        self._waiting: deque[tuple[Any, int]] = deque()
         self._running: list[int] = []
         self._stepping = False
 
@@ -198,7 +199,7 @@ class BatchServer:
 
     def take(self, job: Any, uncached: int, now: float) -> None:
         """Queue a request; `done(job, when)` is called at its first token."""
-        self._waiting.append([job, uncached])
+        self._waiting.append((job, uncached))
         self.queued += 1
         if not self._stepping:
             self._stepping = True
@@ -219,7 +220,7 @@ class BatchServer:
             budget -= part
             used += part
             if part < left:
-                self._waiting[0][1] = left - part
+                self._waiting[0] = (job, left - part)
                 break
             self._waiting.popleft()
             ending.append(job)

@@ -1,0 +1,212 @@
+"""``prefixroute simulate stress``: the default rule where the grid does not go, against no routing; and its guards.
+
+Rows are fleets with one thing out of the ordinary: delays of every pair, wrong round trips and rates, slow nodes, lost
+datagrams, a crash, sparse digests, batching engines, larger fleets. Guards are nodes that are silent or lie.
+
+Rules:
+1. Both policies of a row meet the same requests and the same faults.
+2. A guard counts what the others still sent to a bad node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from prefixroute import POLICIES, UsageError
+
+from .cells import DEFAULT, CellSettings, run_cell, trace_of
+from .faults import Fault, FaultSettings, Faulty, served_once
+from .parallel import Progress, check_writable, run_all, write_json
+from .service import Speed
+from .stats import figures, interval
+
+BASE = CellSettings(4, "zipf1.5", 0.25, 2.0, 0.6, 0.02, 1500)
+
+
+class Row(NamedTuple):
+    """A fleet out of the ordinary, and the most that the default rule's mean may be of no routing's."""
+
+    name: str
+    cell: CellSettings
+    bar: float = 1.02
+    faults: tuple[Fault, ...] = ()
+    """With begin_s and end_s as shares of the run."""
+
+
+def pair_delays(nodes: int, seed: int = 1) -> tuple[tuple[float, ...], ...]:
+    """Return one-way delays between sites that lie at random on a plane: 1 to about 60 ms, the same both ways."""
+    rng = random.Random(seed)
+    places = [complex(rng.random(), rng.random()) for _ in range(nodes)]
+    return tuple(tuple(0.001 + 0.05 * abs(a - b) if a != b else 0.0 for b in places) for a in places)
+
+
+def _with(cell: CellSettings, **extra: Any) -> CellSettings:
+    return replace(cell, extra=tuple(sorted(extra.items())))
+
+
+FAR = replace(BASE, delay_s=0.2)
+ROWS = (
+    Row("as usual", BASE),
+    Row("a delay for each pair, n = 8", _with(replace(BASE, nodes=8), delay_s=pair_delays(8))),
+    Row("round trips measured twice too long", _with(BASE, gossip_delay=2.0)),
+    Row("round trips measured half as long, 200 ms", _with(FAR, gossip_delay=0.5)),
+    Row("prefill told twice too fast", _with(BASE, told_rate=2.0), 1.05),
+    Row("prefill told half as fast, 200 ms", _with(FAR, told_rate=0.5), 1.05),
+    Row("two of four nodes four times slower", _with(replace(BASE, load=0.3), slower=(1.0, 1.0, 4.0, 4.0))),
+    Row("5 % of datagrams lost", _with(BASE, loss=0.05)),
+    Row("a node is down for a fifth of the run", _with(BASE, timeout_s=5.0), 1.02, (Fault("crash", 1, 0.4, 0.6),)),
+    Row("digests of few anchors", _with(BASE, digest_bytes=256)),
+    Row(
+        "batching engines",
+        replace(BASE, speed=Speed(0.02, 0.001, batch_tokens=2048, output_tokens=50, decode_s=0.001)),
+    ),
+    Row("n = 16", replace(BASE, nodes=16, requests=2500)),
+    Row("n = 64", replace(BASE, nodes=64, gossip_s=10.0, requests=4000)),
+)
+
+
+def _run_row(task: tuple[int, int, int | None]) -> tuple[float, float, bool]:
+    """Return the ratios of mean and p99 to no routing, and whether each request was answered once."""
+    i, seed, requests = task
+    row = ROWS[i]
+    cell = row.cell if requests is None else replace(row.cell, requests=requests)
+    trace = trace_of(cell, seed)
+    found, once = {}, True
+    for policy in ("none", DEFAULT):
+        if row.faults:
+            length = trace.arrivals[-1].at
+            faults = [f._replace(begin_s=f.begin_s * length, end_s=f.end_s * length) for f in row.faults]
+            run = Faulty(trace, cell.serving(trace), seed, POLICIES[policy], FaultSettings(tuple(faults)))
+            served = run.run()
+            once &= served_once(run, served)
+            found[policy] = figures(served, trace)
+        else:
+            found[policy] = run_cell(cell, policy, seed, trace).figures
+    none, mine = found["none"], found[DEFAULT]
+    return mine.mean_s / none.mean_s, mine.p99_s / none.p99_s, once
+
+
+# --- guards ------------------------------------------------------------------------------------------------
+
+
+def _silent(seed: int) -> float:
+    """Forwards tried on a node that gossips and answers nobody, per 200 forwards while it does."""
+    tried, total = _tries("silent", seed)
+    return 200 * tried / max(1, total)
+
+
+def _lies(kind: str) -> Callable[[int], float]:
+    """Forwards to a node that lies, per forward to an honest one, after the first 20 to it."""
+
+    def value(seed: int) -> float:
+        return _after_twenty(kind, seed)
+
+    return value
+
+
+def _tries(kind: str, seed: int) -> tuple[int, int]:
+    run, begin, end = _guarded(kind, seed)
+    during = [target for at, target in run.tried if begin <= at < end]
+    return sum(target == 0 for target in during), len(during)
+
+
+def _after_twenty(kind: str, seed: int) -> float:
+    run, begin, end = _guarded(kind, seed)
+    during = [target for at, target in run.tried if begin <= at < end]
+    met = 0
+    for i, target in enumerate(during):
+        met += target == 0
+        if met > 20:
+            rest = during[i:]
+            fair = len(rest) / (run.settings.nodes - 1)
+            return rest.count(0) / fair
+    return met / 20
+
+
+def _guarded(kind: str, seed: int) -> tuple[Faulty, float, float]:
+    cell = _with(replace(BASE, load=0.4, delay_s=0.002), timeout_s=5.0)
+    trace = trace_of(cell, seed)
+    length = trace.arrivals[-1].at
+    begin, end = 0.3 * length, 0.7 * length
+    faults = FaultSettings((Fault(kind, 0, begin, end),))
+    run = Faulty(trace, cell.serving(trace), seed, POLICIES[DEFAULT], faults)
+    run.run()
+    return run, begin, end
+
+
+GUARDS: tuple[tuple[str, Callable[[int], float], float], ...] = (
+    ("of 200 forwards, those tried on a node that gossips and answers nobody", _silent, 8.0),
+    ("forwards to a node that claims every prefix and holds none, after 20, of a fair share", _lies("claim_all"), 1.0),
+    ("forwards to a node that says it is idle, after 20, of a fair share", _lies("hide_load"), 1.5),
+)
+
+
+def _run_guard(task: tuple[int, int]) -> float:
+    i, seed = task
+    return GUARDS[i][1](seed)
+
+
+# --- the command -------------------------------------------------------------------------------------------
+
+
+def run(seeds: Sequence[int], workers: int, requests: int | None = None, silent: bool = True) -> dict[str, Any]:
+    """Run all rows and guards; return what the command writes as JSON."""
+    tasks = [(i, seed, requests) for i in range(len(ROWS)) for seed in seeds]
+    found = run_all(_run_row, tasks, workers, Progress(len(tasks), "rows", silent))
+    rows = []
+    for i, row in enumerate(ROWS):
+        mine = found[i * len(seeds) : (i + 1) * len(seeds)]
+        mean, p99 = interval([one[0] for one in mine]), interval([one[1] for one in mine])
+        once = all(one[2] for one in mine)
+        rows.append(
+            {
+                "what": row.name,
+                "mean_ratio": round(mean.mean, 4),
+                "mean_ratio_ci": round(mean.half, 4),
+                "p99_ratio": round(p99.mean, 4),
+                "bar": row.bar,
+                "answered_once": once,
+                "ok": mean.mean <= row.bar and once,
+            }
+        )
+    guarded = run_all(_run_guard, [(i, seed) for i in range(len(GUARDS)) for seed in seeds], workers)
+    guards = []
+    for i, (name, _, bar) in enumerate(GUARDS):
+        value = max(guarded[i * len(seeds) : (i + 1) * len(seeds)])
+        guards.append({"what": name, "value": round(value, 3), "bar": bar, "ok": value <= bar})
+    ok = all(entry["ok"] for entry in (*rows, *guards))
+    return {"seeds": list(seeds), "default": DEFAULT, "rows": rows, "guards": guards, "ok": ok}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add = parser.add_argument
+    add("--seed", type=int, default=101, metavar="S", help="first seed (101)")
+    add("--seeds", type=int, default=2, metavar="N", help="seeds (2)")
+    add("--requests", type=int, metavar="N", help="requests of a run (1,500 to 4,000)")
+    add("--workers", type=int, default=os.cpu_count() or 1, metavar="W", help="processes (one a core)")
+    add("--json", metavar="FILE", help='write the result as JSON ("-": standard output, and nothing else)')
+
+
+def run_options(options: argparse.Namespace) -> int:
+    """Run the command; return 1 if a bar is missed. Raises `UsageError` for options that cannot be used."""
+    if options.seeds < 1 or (options.requests is not None and options.requests < 1):
+        raise UsageError("stress needs seeds >= 1 and requests >= 1")
+    check_writable(options.json)
+    silent = options.json == "-"
+    seeds = tuple(range(options.seed, options.seed + options.seeds))
+    result = run(seeds, options.workers, options.requests, silent)
+    if not silent:
+        print(f"the default rule ({DEFAULT}) against no routing, seeds {list(seeds)}")
+        for row in result["rows"]:
+            verdict = "ok" if row["ok"] else "MISSED"
+            print(f"{row['what']:<44}{row['mean_ratio']:>7.3f}{row['p99_ratio']:>8.3f}  <= {row['bar']:g}  {verdict}")
+        for guard in result["guards"]:
+            print(f"{guard['value']:>7.2f}  <= {guard['bar']:g}  {'ok' if guard['ok'] else 'MISSED':<8}{guard['what']}")
+    write_json(options.json, result)
+    return 0 if result["ok"] else 1
