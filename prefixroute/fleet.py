@@ -32,6 +32,9 @@ from .load import (
 BELIEF = 0.95
 """Share of a remote match that is counted: a digest lags its owner by a round or so."""
 
+SURPRISE = 0.2
+"""Weight of the newest surprise: a constant lie is known to a tenth after ten requests."""
+
 DEFAULT_RTT_S = 0.001
 """Network round trip to a peer until it is measured."""
 
@@ -77,6 +80,7 @@ class Standing:
     """One endpoint's standing with this node. What a decision reads is kept ready; `refresh` brings it up to date."""
 
     __slots__ = (
+        "_bias_s",
         "_eviction_age_s",
         "_reported_at",
         "_reported_s",
@@ -87,6 +91,7 @@ class Standing:
         "copy",
         "default",
         "estimate",
+        "excess_s",
         "hit_unit",
         "ledger",
         "local",
@@ -128,6 +133,9 @@ class Standing:
         """What a probe saw queued at a local engine; its advert counts this node's bookings as well."""
         self.trust = 1.0
         """Share of predicted hits that came true, lately."""
+        self._bias_s = 0.0
+        self.excess_s = 0.0
+        """Seconds by which first tokens came later than expected, lately: what its reports do not tell."""
         self.rank: tuple[float, float, str] | None = None
         self.refresh(now)
 
@@ -166,7 +174,14 @@ class Standing:
             if send.arrives_at > self._reported_at:
                 wait = max(0.0, wait - max(0.0, send.arrives_at - at)) + send.work_s
                 at = max(at, send.arrives_at)
-        return max(0.0, wait - max(0.0, now + self.rtt_s / 2 - at))
+        return max(0.0, wait - max(0.0, now + self.rtt_s / 2 - at)) + self.excess_s
+
+    def surprised(self, ttft_s: float, expected_s: float) -> None:
+        """Learn from a first token when it came, and when it was expected of a peer given what it had cached."""
+        late_s = ttft_s - (expected_s - self.excess_s)
+        self._bias_s += SURPRISE * (late_s - self._bias_s)
+        # Early ones weigh against late ones, but a peer is not taken for faster than it says.
+        self.excess_s = max(0.0, self._bias_s)
 
     def weigh(self, depth: int, n_tokens: int, block_tokens: int, now: float, predicted: bool = False) -> Candidate:
         """Weigh the endpoint for a prompt of which it holds `depth` blocks. O(1)."""

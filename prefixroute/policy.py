@@ -69,8 +69,7 @@ class RentOrBuy:
         local = min((c for c in candidates if c.local), key=_own_cost, default=None)
         if local is None:
             mean = 1 + sum(c.queued for c in candidates) / len(candidates)
-            costs = sorted((_cost_for_a_gateway(c, mean), rng.random(), c) for c in candidates)
-            order = [c for *_, c in costs]
+            order = [c for *_, c in sorted((_cost_for_a_gateway(c, mean), rng.random(), c) for c in candidates)]
             return Choice(tuple(order), "longer cached prefix" if order[0].depth else "shorter wait")
         here = local.queued
         costs = [(_priced(c, 1 + (here + c.queued) / 2), not c.local, rng.random(), c) for c in candidates]

@@ -167,7 +167,9 @@ class Router:
             depths[standing] = self.index.depth(chain, standing.bit) if len(strata) == DEEPEST else 0
         predicted: set[int] = set()
         for standing, depth in self._predictions.match(chain, now):
-            if standing.bit & (eligible | fleet.local) and depth > depths.get(standing, 0):
+            # An endpoint that left is still in the predictions, and its bit may be another's by now.
+            here = fleet.standings.get(standing.name) is standing
+            if here and standing.bit & (eligible | fleet.local) and depth > depths.get(standing, 0):
                 depths[standing] = depth
                 predicted.add(standing.bit)
         chosen_from: list[Candidate] = []
@@ -232,6 +234,10 @@ class Router:
                 self._emit(PeerChanged(peer, "resumed", standing.name))
             self._predictions.served(flight.decision.id)
             self._compare_hit(flight, standing, outcome.cached_tokens)
+            if not standing.local and outcome.ttft_s is not None and outcome.cached_tokens is not None:
+                c = next(c for c in flight.decision.candidates if c.endpoint == standing.name)
+                work_s = (c.prompt_tokens - outcome.cached_tokens) * c.s_per_token
+                standing.surprised(outcome.ttft_s, c.rtt_s + c.wait_s + c.overhead_s + work_s)
             self._on_served(flight, standing, outcome, now)
         elif outcome.kind in _FAILURES and not standing.local and standing.suspension.failed(flight.sent_at, now):
             self._emit(PeerChanged(peer, "suspended", outcome.reason or outcome.kind.value))

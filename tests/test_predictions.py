@@ -174,3 +174,15 @@ def test_namespaces_are_not_mixed_up() -> None:
     node.route(prompt(1, 40), net.now, namespace=Namespace(salt="a"))
     decision = node.route(prompt(1, 40), net.now, namespace=Namespace(salt="b"))
     assert not any(c.depth for c in decision.candidates)
+
+
+def test_an_endpoint_that_left_is_expected_nowhere() -> None:
+    net = mesh(3)
+    tokens = prompt(1, 40)
+    hold(net, "n1/0", tokens)
+    net.run(1.0)
+    node = net.nodes["n0"]
+    assert node.route(tokens, net.now).target == "n1/0"
+    net.nodes["n1"].leave(net.now)
+    net.run(1.0)
+    assert node.route(tokens, net.now).target in ("n0/0", "n2/0")

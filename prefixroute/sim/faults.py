@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from prefixroute import BlocksRemoved, BlocksStored, EngineBatch, LoadReport, Outcome, UsageError
+from prefixroute import BlocksRemoved, BlocksStored, EngineBatch, LoadReport, Outcome, StreamRestarted, UsageError
 
 from .serving import Attempt, Gossiping, Job, MakePolicy, Served, ServingSettings
 from .workloads import Trace
@@ -68,6 +68,7 @@ class Faulty(Gossiping):
         """Forwards: when, and to whom."""
         self._wrong: dict[str, set[int]] = {kind: set() for kind in KINDS}
         self._open: set[Job] = set()
+        self._capacity = 0
         self._lives = [1] * settings.nodes
 
     def begin(self) -> None:
@@ -88,8 +89,10 @@ class Faulty(Gossiping):
                 job.origin = -1
                 self.plan(now + self.settings.timeout_s, self._arrive, job)
         elif fault.kind == "claim_all":
-            self.engines[i].crash()
-            self.engines[i].cache.capacity = 0
+            # Its cache goes without a word to its node.
+            cache = self.engines[i].cache
+            cache.clear()
+            self._capacity, cache.capacity = cache.capacity, 0
             self._claim(i, now)
 
     def _comes_right(self, fault: Fault, now: float) -> None:
@@ -103,6 +106,9 @@ class Faulty(Gossiping):
                     self.nodes[i].add_peer(name, name, now)
             self._due[i] = now
             self.plan(now, self._timer, i)
+        elif fault.kind == "claim_all":
+            self.engines[i].cache.capacity = self._capacity
+            self.nodes[i].apply(self.endpoints[i], EngineBatch((StreamRestarted(),)), now)
 
     def _claim(self, i: int, now: float) -> None:
         size, told = self.trace.domain.block_size, set()

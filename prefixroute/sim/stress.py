@@ -57,7 +57,7 @@ ROWS = (
     Row("round trips measured half as long, 200 ms", _with(FAR, gossip_delay=0.5)),
     Row("prefill told twice too fast", _with(BASE, told_rate=2.0), 1.05),
     Row("prefill told half as fast, 200 ms", _with(FAR, told_rate=0.5), 1.05),
-    Row("two of four nodes four times slower", _with(replace(BASE, load=0.3), slower=(1.0, 1.0, 4.0, 4.0))),
+    Row("two of four nodes four times slower", _with(replace(BASE, load=0.15), slower=(1.0, 1.0, 4.0, 4.0))),
     Row("5 % of datagrams lost", _with(BASE, loss=0.05)),
     Row("a node is down for a fifth of the run", _with(BASE, timeout_s=5.0), 1.02, (Fault("crash", 1, 0.4, 0.6),)),
     Row("digests of few anchors", _with(BASE, digest_bytes=256)),
@@ -129,7 +129,7 @@ def _after_twenty(kind: str, seed: int) -> float:
 
 
 def _guarded(kind: str, seed: int) -> tuple[Faulty, float, float]:
-    cell = _with(replace(BASE, load=0.4, delay_s=0.002), timeout_s=5.0)
+    cell = _with(replace(BASE, load=0.3, delay_s=0.002, requests=2500), timeout_s=3.0)
     trace = trace_of(cell, seed)
     length = trace.arrivals[-1].at
     begin, end = 0.3 * length, 0.7 * length
