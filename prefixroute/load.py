@@ -134,7 +134,8 @@ def _capped(value: float, bits: int) -> int:
 class PushBackSettings:
     """When an endpoint pushes back: queue work above `enter_s` until it is below `leave_s`, in seconds of prefill.
 
-    `ttl_s` bounds how long peers honour a flag that is not renewed, and how long one refusal of the engine counts.
+    `ttl_s` bounds how long peers honour a flag that is not renewed (a fifth more or less from node to node), and how
+    long one refusal of the engine counts.
     """
 
     enter_s: float = 4.0

@@ -136,6 +136,8 @@ class Node:
         self._events: deque[NodeEvent] = deque(maxlen=MAX_EVENTS)
         self._locals: dict[str, LocalEndpoint] = {}
         self._now = now
+        # Each node's flag lasts a little longer or shorter, so that not all are asked again at one moment.
+        self._push_back_ttl_s = self.settings.push_back.ttl_s * rng.uniform(0.8, 1.2)
         self._router = Router(
             policy or RentOrBuy(),
             domain.block_size,
@@ -401,8 +403,8 @@ class Node:
         self._events.extend(told)
 
     def _advertise(self, endpoint: str, now: float) -> None:
-        standing, ttl_s = self._fleet.standings[endpoint], self.settings.push_back.ttl_s
-        self._events.extend(self._locals[endpoint].advertise(standing, ttl_s, now))
+        standing = self._fleet.standings[endpoint]
+        self._events.extend(self._locals[endpoint].advertise(standing, self._push_back_ttl_s, now))
 
     def _index_replica(self, endpoint: str, added: Iterable[int], removed: Iterable[int]) -> None:
         """Gossip changed a replica's keys."""

@@ -16,7 +16,18 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from prefixroute import Candidate, LoadReport, Node, NodeSettings, NoRouting, Outcome, Request
+from prefixroute import (
+    BlocksRemoved,
+    BlocksStored,
+    Candidate,
+    EngineBatch,
+    LoadReport,
+    Node,
+    NodeSettings,
+    NoRouting,
+    Outcome,
+    Request,
+)
 
 from .serving import Attempt, Bare, Job, MakePolicy, ServingSettings
 from .workloads import Trace
@@ -49,6 +60,9 @@ class Exact(Bare):
                 capacity_tokens=int(settings.capacity_tokens),
             )
             self._oracle.set_load(endpoint, load, 0.0)
+            # An engine that never spoke would be taken for silent, and gone by what was looked up here.
+            first = BlocksStored((1,), None, range(trace.domain.block_size), trace.domain.block_size)
+            self._oracle.apply(endpoint, EngineBatch((first, BlocksRemoved((1,)))), 0.0)
             self._endpoints.append(endpoint)
         self._target = {endpoint: i for i, endpoint in enumerate(self._endpoints)}
         self._policies = [make_policy() for _ in range(settings.nodes)]
@@ -58,7 +72,8 @@ class Exact(Bare):
         """Ask the origin's policy."""
         prompt, origin = job.arrival.prompt, job.origin
         decision = self._oracle.route(prompt.chain, now)
-        self._oracle.report(decision, Outcome.cancelled(), now)
+        # A served request, unlike a cancelled one, leaves nothing behind that the oracle would guess by.
+        self._oracle.report(decision, Outcome.served(), now)
         candidates = [self._seen_from(origin, candidate, prompt.blocks, now) for candidate in decision.candidates]
         best = self._policies[origin].choose(Request(prompt.chain, now), candidates, self.rng).order[0]
         target = self._target[best.endpoint]

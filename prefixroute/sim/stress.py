@@ -129,7 +129,7 @@ def _after_twenty(kind: str, seed: int) -> float:
 
 
 def _guarded(kind: str, seed: int) -> tuple[Faulty, float, float]:
-    cell = _with(replace(BASE, load=0.3, delay_s=0.002, requests=2500), timeout_s=3.0)
+    cell = _with(replace(BASE, load=0.3, delay_s=0.002, requests=3000, speed=Speed(0.02, 0.0002)), timeout_s=1.0)
     trace = trace_of(cell, seed)
     length = trace.arrivals[-1].at
     begin, end = 0.3 * length, 0.7 * length
