@@ -36,6 +36,14 @@ class Fault(NamedTuple):
     end_s: float = float("inf")
 
 
+class Forward(NamedTuple):
+    """A forward that was tried."""
+
+    at: float
+    origin: int
+    target: int
+
+
 @dataclass(frozen=True, slots=True)
 class FaultSettings:
     """Faults of nodes, and the shares of forwards that are lost and repeated."""
@@ -64,8 +72,7 @@ class Faulty(Gossiping):
         super().__init__(trace, settings, seed, make_policy)
         self.faults = faults
         self.answers: list[list[str]] = [[] for _ in trace.arrivals]
-        self.tried: list[tuple[float, int]] = []
-        """Forwards: when, and to whom."""
+        self.tried: list[Forward] = []
         self._wrong: dict[str, set[int]] = {kind: set() for kind in KINDS}
         self._open: set[Job] = set()
         self._capacity = 0
@@ -139,7 +146,7 @@ class Faulty(Gossiping):
         if target == job.origin:
             super().send(job, target, now)
             return
-        self.tried.append((now, target))
+        self.tried.append(Forward(now, job.origin, target))
         job.tries += 1
         attempt = Attempt(job, target, now)
         self.served.counts["forwards"] += 1

@@ -101,6 +101,8 @@ class GatewayRun:
         self.nodes: dict[str, Node] = {}
         self.counts: Counter[str] = Counter()
         self.latency_s: list[float] = []
+        self.sent: Counter[str] = Counter()
+        """Requests that reached each endpoint."""
         self._guesses: dict[str, BlockCache] = {}
         self._due: dict[str, float] = {}
         self._queue: list[tuple[float, int, Any, Any]] = []
@@ -232,6 +234,7 @@ class GatewayRun:
             self.plan(now + self.settings.delay_s, self._gone, way)
             return
         prompt = way.arrival.prompt
+        self.sent[way.engine] += 1
         way.cached, batch = engine.cache.admit(prompt, now)
         if way.follows:
             shared = prompt.shared * self.trace.domain.block_size
@@ -276,7 +279,7 @@ class GatewayRun:
 
 
 def run_case(name: str, seed: int, requests: int | None = None) -> dict[str, float]:
-    """Run one of CASES; return its hit rate of follow-up turns, the mean time to first token, endpoints used, failures."""
+    """Run one of CASES; return its hit rate, mean time to first token, endpoints used, failures."""
     settings = CASES[name]
     n = requests or settings.requests
     domain = simulated_domain()

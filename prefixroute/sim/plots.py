@@ -29,7 +29,7 @@ def plot_shares(path: str, title: str, panels: Mapping[str, Sequence[tuple[float
         axis.stackplot(times, *([shares[i] for _, shares in points] for i in range(nodes)), labels=range(nodes))
         axis.set_title(name, fontsize=10)
         axis.set_ylim(0, 1)
-        axis.set_xlim(times[0], times[-1])
+        axis.margins(x=0)
         axis.set_ylabel("share by node")
     axes[-1, 0].set_xlabel("seconds")
     axes[0, 0].legend(title="node", loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)

@@ -173,7 +173,9 @@ def read(path: Path) -> Scenario:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     except ImportError:
-        raise UsageError("TOML needs the extra sim with Python 3.10 (pip install 'prefixroute[sim]'); JSON does not") from None
+        raise UsageError(
+            "with Python 3.10 TOML needs the extra sim: pip install 'prefixroute[sim]'; JSON does not"
+        ) from None
     except (msgspec.MsgspecError, ValueError) as error:
         raise UsageError(f"{path}: {error}") from None
     _check(scenario, path)
@@ -187,7 +189,7 @@ def _check(scenario: Scenario, path: Path) -> None:
     nodes = len(scenario.zone_of())
     if nodes < 1 or not scenario.seeds or not scenario.policies or scenario.workload.requests < 1:
         raise UsageError(f"{path}: a scenario needs a node, a request, a policy and a seed")
-    if scenario.workload.rate <= 0 and not 0 < scenario.workload.load:
+    if max(scenario.workload.rate, scenario.workload.load) <= 0:
         raise UsageError(f"{path}: a workload needs rate > 0 or load > 0")
     for failure in scenario.failures:
         if failure.kind not in KINDS or not 0 <= failure.node < nodes or not 0 <= failure.begin < failure.end:
@@ -238,7 +240,9 @@ def run(scenario: Scenario, folder: Path, workers: int = 1, silent: bool = True)
     result["policies"] = {
         policy: {
             **{name: round(value, 4) for name, value in summary([one.figures for one in mine], none).items()},
-            "node_shares": [round(sum(one.shares[i] for one in mine) / len(mine), 4) for i in range(len(mine[0].shares))],
+            "node_shares": [
+                round(sum(each) / len(mine), 4) for each in zip(*(one.shares for one in mine), strict=True)
+            ],
             **{name: sum(one.counts[name] for one in mine) for name in mine[0].counts},
         }
         for policy, mine in by_policy.items()

@@ -15,15 +15,18 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from prefixroute import POLICIES, UsageError
 
 from .cells import DEFAULT, CellSettings, run_cell, trace_of
 from .faults import Fault, FaultSettings, Faulty, served_once
+from .gateways import GatewayRun, GatewaySettings
 from .parallel import Progress, check_writable, run_all, write_json
 from .service import Speed
 from .stats import figures, interval
+from .workloads import maker, short_prompts
 
 BASE = CellSettings(4, "zipf1.5", 0.25, 2.0, 0.6, 0.02, 1500)
 
@@ -95,37 +98,28 @@ def _run_row(task: tuple[int, int, int | None]) -> tuple[float, float, bool]:
 
 
 def _silent(seed: int) -> float:
-    """Forwards tried on a node that gossips and answers nobody, per 200 forwards while it does."""
-    tried, total = _tries("silent", seed)
-    return 200 * tried / max(1, total)
+    """Most of an origin's first 200 forwards that it tried on a node that gossips and answers nobody."""
+    run, begin, end = _guarded("silent", seed)
+    most = 0
+    for origin in range(1, run.settings.nodes):
+        mine = [tried.target for tried in run.tried if tried.origin == origin and begin <= tried.at < end]
+        most = max(most, mine[:200].count(0))
+    return float(most)
 
 
 def _lies(kind: str) -> Callable[[int], float]:
-    """Forwards to a node that lies, per forward to an honest one, after the first 20 to it."""
-
-    def value(seed: int) -> float:
-        return _after_twenty(kind, seed)
-
-    return value
-
-
-def _tries(kind: str, seed: int) -> tuple[int, int]:
-    run, begin, end = _guarded(kind, seed)
-    during = [target for at, target in run.tried if begin <= at < end]
-    return sum(target == 0 for target in during), len(during)
+    """Forwards to a node that lies, after the first 20 to it, as a multiple of an equal share of all forwards."""
+    return partial(_after_twenty, kind)
 
 
 def _after_twenty(kind: str, seed: int) -> float:
     run, begin, end = _guarded(kind, seed)
-    during = [target for at, target in run.tried if begin <= at < end]
-    met = 0
-    for i, target in enumerate(during):
-        met += target == 0
-        if met > 20:
-            rest = during[i:]
-            fair = len(rest) / (run.settings.nodes - 1)
-            return rest.count(0) / fair
-    return met / 20
+    during = [tried.target for tried in run.tried if begin <= tried.at < end]
+    met = [i for i, target in enumerate(during) if target == 0]
+    if len(met) <= 20:
+        return 0.0
+    rest = during[met[20] :]
+    return rest.count(0) * (run.settings.nodes - 1) / len(rest)
 
 
 def _guarded(kind: str, seed: int) -> tuple[Faulty, float, float]:
@@ -139,10 +133,32 @@ def _guarded(kind: str, seed: int) -> tuple[Faulty, float, float]:
     return run, begin, end
 
 
+TWO_CACHES = GatewaySettings(gateways=1, hosts=2, endpoints_per_host=1, capacity_tokens=29000)
+"""A gateway before two caches that together hold the topics, one and a half times, and neither alone."""
+
+
+def _split(seed: int) -> float:
+    """Share of hits that a gateway loses against the best split, with requests one after another."""
+    trace = maker("uniform")(1.0, 1500, 1, seed).at_rate(0.5)
+    run = GatewayRun(trace, TWO_CACHES, seed)
+    run.run()
+    return 1 - run.hit_rate
+
+
+def _evenness(seed: int) -> float:
+    """The busier of two endpoints' share of prompts that have no whole block, one after another."""
+    trace = short_prompts(1000, 1, seed).at_rate(0.5)
+    run = GatewayRun(trace, TWO_CACHES, seed)
+    run.run()
+    return max(run.sent.values()) / 1000
+
+
 GUARDS: tuple[tuple[str, Callable[[int], float], float], ...] = (
-    ("of 200 forwards, those tried on a node that gossips and answers nobody", _silent, 8.0),
+    ("of an origin's 200 forwards, those tried on a node that gossips and answers nobody", _silent, 8.0),
     ("forwards to a node that claims every prefix and holds none, after 20, of a fair share", _lies("claim_all"), 1.0),
     ("forwards to a node that says it is idle, after 20, of a fair share", _lies("hide_load"), 1.5),
+    ("hits that a gateway loses against the best split over two caches, requests one after another", _split, 0.05),
+    ("busier endpoint's share of prompts shorter than a block, one after another", _evenness, 0.6),
 )
 
 

@@ -224,6 +224,14 @@ def session_arrivals(name: str, shape: SessionShape, requests: int, origins: int
     return Trace(name, tuple(arrivals), distinct, domain)
 
 
+def short_prompts(requests: int, origins: int, seed: int, tokens: int = 12) -> Trace:
+    """Prompts without a single whole block, all different, at random origins with rate 1."""
+    domain = simulated_domain()
+    drawn = topic_arrivals(0.0, requests, origins, seed)
+    prompts = [_prompt(domain, _words((6, seed, i), tokens), 0, None) for i in range(requests)]
+    return Trace("short", tuple(Arrival(s.at, s.origin, i, prompts[i]) for i, s in enumerate(drawn)), tokens, domain)
+
+
 # --- Mooncake ----------------------------------------------------------------------------------------------
 
 
