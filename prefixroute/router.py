@@ -125,10 +125,11 @@ class Router:
             self.fleet.release(standing, ticket, now)
             self._judge(flight, standing, outcome, now)
             self.fleet.refresh(standing, now)
+        if outcome.kind is not OutcomeKind.SERVED:
+            self._predictions.drop(ticket)
         if outcome.kind in (OutcomeKind.SERVED, OutcomeKind.CANCELLED):
             del self.flights[ticket]
             return None
-        self._predictions.drop(ticket)
         return self._next(flight, now)
 
     def expire(self, now: float) -> None:
