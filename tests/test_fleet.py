@@ -309,3 +309,19 @@ def test_a_stranger_is_taken_to_be_no_faster_than_those_who_are_known(
     fleet = paced(*tellers)
     assert fleet.standings["b/0"].rate == taken
     assert all(fleet.standings[name].rate == rate for name, _, rate in tellers if rate)
+
+
+def test_a_stranger_is_as_far_as_most_that_were_measured() -> None:
+    fleet = Fleet(random.Random(1))
+    for i in range(9):
+        one = standing(f"n{i}/0", bit=1 << i)
+        if i < 8:
+            assert one.peer is not None
+            one.peer.rtt_s = 0.1 * (i + 1)
+        fleet.add(one, 0.0)
+    fleet.refresh_all(0.0)
+    assert fleet.standings["n8/0"].rtt_s == pytest.approx(0.6)
+    late = standing("late/0", bit=1 << 10)
+    fleet.add(late, 0.0)
+    assert late.rtt_s == pytest.approx(0.6)
+    assert fleet.standings["n0/0"].rtt_s == pytest.approx(0.1)
