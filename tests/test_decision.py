@@ -50,6 +50,8 @@ def test_an_explanation_is_plain_json_with_every_term_of_every_candidate() -> No
             "cost_ms": pytest.approx(1000 * weighed.cost_s, abs=0.01),
             "push_back": weighed.state.name.lower(),
             "age_ms": pytest.approx(1000 * weighed.age_s, abs=0.01),
+            "queued": weighed.queued,
+            "expected": weighed.predicted,
         }
 
 

@@ -200,6 +200,7 @@ def test_a_silent_engine_is_told_and_history_stands_in_until_it_speaks() -> None
     guessed = prompt(SILENT_AFTER, 6)
     decision = a.route(guessed, net.now)
     assert (decision.target, decision.matched_tokens) == ("b/0", 96)
+    a.report(decision, Outcome.cancelled(), net.now)
     b.apply("b/0", stored(prompt(50, 4)), net.now)
     net.run(1.0)
     assert known(a, "b/0") == 4

@@ -21,6 +21,7 @@ from prefixroute import (
     EngineBatch,
     EngineEvent,
     Node,
+    Outcome,
     ResidencyChanged,
     StreamGap,
 )
@@ -53,6 +54,8 @@ class Mirror:
         assert decision.target == self.endpoint
         (candidate,) = decision.candidates
         assert candidate.matched_tokens == decision.matched_tokens
+        # A question only: what is routed would count as held.
+        self.node.report(decision, Outcome.cancelled(), self.now)
         return candidate
 
     def blocks(self, tokens: Sequence[int]) -> int:

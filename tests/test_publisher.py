@@ -93,7 +93,7 @@ def busy_fleet(digest_bytes: int) -> tuple[Network, list[list[int]]]:
     for prompt in prompts:
         node.apply("n0/0", stored(prompt), net.now)
         # As after a reply: the end of the prompt is known.
-        node._locals["n0/0"].served(node.chain(prompt), None)
+        node._locals["n0/0"].served(node.chain(prompt), None, net.now)
     net.settle(5)
     return net, prompts
 

@@ -214,7 +214,9 @@ def test_rule_9_silent_stream_is_told_and_what_was_routed_stands_in() -> None:
     (told,) = [event for event in node.events() if isinstance(event, ResidencyChanged)]
     assert (told.endpoint, told.state) == (endpoint, "silent")
     assert "no engine event" in told.reason
-    assert node.route(TOKENS, 50.0).matched_tokens == len(TOKENS) - 4
+    guessed = node.route(TOKENS, 50.0)
+    assert guessed.matched_tokens == len(TOKENS) - 4
+    node.report(guessed, Outcome.cancelled(), 50.0)
     node.apply(endpoint, EngineBatch((stored([1]),)), 51.0)
     assert node.route(TOKENS, 52.0).matched_tokens == 4
     node._check()
