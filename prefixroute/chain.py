@@ -205,6 +205,10 @@ class TokenChain:
 
     def shared(self, other: TokenChain) -> int:
         """Return how many leading blocks two prompts of one domain share. O(log depth) keys of each."""
+        shorter = min(self.depth, other.depth)
+        if self.key(shorter) == other.key(shorter):
+            # The same prompt again, or one that goes on: as common as a fork.
+            return shorter
         lower, upper = 0, min(self.depth, other.depth) // STRIDE + 1
         while upper - lower > 1:
             middle = (lower + upper) // 2

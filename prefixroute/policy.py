@@ -88,12 +88,12 @@ class RentOrBuy:
         """Whether to serve here what a peer holds more of; rent is charged, or forgotten, accordingly."""
         now, age_s = request.now, local.eviction_age_s
         stretches = stretches_of(request.chain, local.depth, best.depth)
-        rent_s = best.rtt_s + self._rents.paid_s(stretches, now, age_s)
+        paid = self._rents.paid(stretches, now, age_s)
         saved = best.matched_tokens - local.matched_tokens
-        if rent_s >= local.s_per_token * (price * saved + _evicted(local)):
+        if best.rtt_s + sum(paid) >= local.s_per_token * (price * saved + _evicted(local)):
             self._rents.clear(stretches)
             return True
-        self._rents.charge(stretches, best.rtt_s, now, age_s)
+        self._rents.charge(stretches, paid, best.rtt_s, now)
         return False
 
 

@@ -294,7 +294,7 @@ def test_a_burst_on_one_holder_stays_until_waiting_costs_more_than_prefill() -> 
     targets = [node.route(tokens, net.now).target for _ in range(40)]
     stay = targets.index("n0/0")
     work_s = (1025 - BELIEF * 1024) / 1000 + 0.01
-    # Until the queue there is as long as the prefill here; the price of work where others wait ends it somewhat earlier.
+    # Until the queue there is as long as the prefill here; the price of work where others wait ends it earlier.
     assert 0.6 * 1.035 / work_s < stay < 1.035 / work_s + 2
     assert targets[:stay] == ["n1/0"] * stay
 

@@ -37,7 +37,8 @@ def chain(depth: int, fork: int | None = None) -> TokenChain:
 def test_stretches_are_the_blocks_between_cut_at_strides(held: int, more: int) -> None:
     found = stretches_of(chain(held + more + 5), held, held + more)
     assert sum(stretch.blocks for stretch in found) == more
-    assert all(0 < stretch.blocks <= STRIDE for stretch in found)
+    assert all(0 < stretch.blocks <= 4 * STRIDE for stretch in found)
+    assert [s.blocks for s in stretches_of(chain(4096), 0, 4096)] == [32] * 8 + [128] * 30
     assert len(found) <= more // STRIDE + 2
     assert len({stretch.key for stretch in found}) == len(found)
 
@@ -50,36 +51,44 @@ def test_prompts_that_fork_later_share_the_stretches_before() -> None:
     assert stretches_of(chain(150), 10, 110)[-1] == Stretch(chain(150).key(97), 14)
 
 
+def paid_s(rents: Rents, stretches: list[Stretch], now: float, age_s: float) -> float:
+    return sum(rents.paid(stretches, now, age_s))
+
+
+def charge(rents: Rents, stretches: list[Stretch], rent_s: float, now: float, age_s: float) -> None:
+    rents.charge(stretches, rents.paid(stretches, now, age_s), rent_s, now)
+
+
 def test_rent_is_spread_by_blocks_and_adds_up() -> None:
     rents = Rents()
     stretches = stretches_of(chain(90), 0, 80)
-    rents.charge(stretches, 8.0, 0.0, inf)
-    assert [rents.paid_s([stretch], 0.0, inf) for stretch in stretches] == pytest.approx([3.2, 3.2, 1.6])
-    rents.charge(stretches[:1], 1.0, 50.0, inf)
-    assert rents.paid_s(stretches, 99.0, inf) == pytest.approx(9.0)
+    charge(rents, stretches, 8.0, 0.0, inf)
+    assert [paid_s(rents, [stretch], 0.0, inf) for stretch in stretches] == pytest.approx([3.2, 3.2, 1.6])
+    charge(rents, stretches[:1], 1.0, 50.0, inf)
+    assert paid_s(rents, stretches, 99.0, inf) == pytest.approx(9.0)
     rents.clear(stretches[1:])
-    assert rents.paid_s(stretches, 99.0, inf) == pytest.approx(4.2)
+    assert paid_s(rents, stretches, 99.0, inf) == pytest.approx(4.2)
     assert len(rents) == 1
 
 
 def test_rent_decays_at_the_age_of_evictions() -> None:
     rents = Rents()
     stretches = stretches_of(chain(20), 0, 20)
-    rents.charge(stretches, 1.0, 100.0, 30.0)
-    assert rents.paid_s(stretches, 130.0, 30.0) == pytest.approx(exp(-1))
-    rents.charge(stretches, 1.0, 130.0, 30.0)
-    assert rents.paid_s(stretches, 130.0, 30.0) == pytest.approx(1 + exp(-1))
-    assert rents.paid_s(stretches, 131.0, 0.0) == 0.0
+    charge(rents, stretches, 1.0, 100.0, 30.0)
+    assert paid_s(rents, stretches, 130.0, 30.0) == pytest.approx(exp(-1))
+    charge(rents, stretches, 1.0, 130.0, 30.0)
+    assert paid_s(rents, stretches, 130.0, 30.0) == pytest.approx(1 + exp(-1))
+    assert paid_s(rents, stretches, 131.0, 0.0) == 0.0
 
 
 def test_accounts_are_bounded_and_the_stalest_go_first() -> None:
     rents = Rents(most=10)
     for i in range(50):
-        rents.charge([Stretch(i, 1)], 1.0, float(i), inf)
-        rents.charge([Stretch(0, 1)], 1.0, float(i), inf)
+        charge(rents, [Stretch(i, 1)], 1.0, float(i), inf)
+        charge(rents, [Stretch(0, 1)], 1.0, float(i), inf)
     assert len(rents) == 10
-    assert rents.paid_s([Stretch(0, 1)], 50.0, inf) == 51.0
-    assert [rents.paid_s([Stretch(i, 1)], 50.0, inf) for i in (40, 41, 49)] == [0.0, 1.0, 1.0]
+    assert paid_s(rents, [Stretch(0, 1)], 50.0, inf) == 51.0
+    assert [paid_s(rents, [Stretch(i, 1)], 50.0, inf) for i in (40, 41, 49)] == [0.0, 1.0, 1.0]
 
 
 # --- idle age ----------------------------------------------------------------------------------------------

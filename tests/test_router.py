@@ -40,6 +40,7 @@ from prefixroute import (
     Policy,
     PushBackSettings,
     PushBackState,
+    Request,
     UsageError,
 )
 from prefixroute.fleet import BELIEF
