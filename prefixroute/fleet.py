@@ -14,7 +14,7 @@ import random
 from bisect import bisect_left, insort
 from collections import Counter
 from itertools import islice
-from math import inf
+from math import exp, inf
 from typing import NamedTuple
 
 from .copies import Copy, Peer
@@ -34,6 +34,9 @@ BELIEF = 0.95
 
 SURPRISE = 0.2
 """Weight of the newest surprise: a constant lie is known to a tenth after ten requests."""
+
+SURPRISE_FADES_S = 30.0
+"""Time in which a surprise is worth a third."""
 
 DEFAULT_RTT_S = 0.001
 """Network round trip to a peer until it is measured."""
@@ -85,6 +88,7 @@ class Standing:
         "_reported_at",
         "_reported_s",
         "_room_tokens",
+        "_surprised_at",
         "_waiting",
         "bit",
         "confidence",
@@ -92,7 +96,6 @@ class Standing:
         "default",
         "default_rtt_s",
         "estimate",
-        "excess_s",
         "hit_unit",
         "ledger",
         "local",
@@ -137,8 +140,7 @@ class Standing:
         self.trust = 1.0
         """Share of predicted hits that came true, lately."""
         self._bias_s = 0.0
-        self.excess_s = 0.0
-        """Seconds by which first tokens came later than expected, lately: what its reports do not tell."""
+        self._surprised_at = now
         self.rank: tuple[float, float, str] | None = None
         self.refresh(now)
 
@@ -177,14 +179,21 @@ class Standing:
             if send.arrives_at > self._reported_at:
                 wait = max(0.0, wait - max(0.0, send.arrives_at - at)) + send.work_s
                 at = max(at, send.arrives_at)
-        return max(0.0, wait - max(0.0, now + self.rtt_s / 2 - at)) + self.excess_s
+        return max(0.0, wait - max(0.0, now + self.rtt_s / 2 - at)) + self.excess_s(now)
 
-    def surprised(self, ttft_s: float, expected_s: float) -> None:
-        """Learn from a first token when it came, and when it was expected of a peer given what it had cached."""
-        late_s = ttft_s - (expected_s - self.excess_s)
-        self._bias_s += SURPRISE * (late_s - self._bias_s)
+    def excess_s(self, now: float) -> float:
+        """Return the seconds by which first tokens came later than expected, lately: what its reports do not tell.
+
+        It fades, so that a peer that is avoided for it is tried again.
+        """
         # Early ones weigh against late ones, but a peer is not taken for faster than it says.
-        self.excess_s = max(0.0, self._bias_s)
+        return self._bias_s * exp((self._surprised_at - now) / SURPRISE_FADES_S) if self._bias_s > 0 else 0.0
+
+    def surprised(self, ttft_s: float, expected_s: float, now: float) -> None:
+        """Learn from a first token when it came, and when it was expected of a peer by what it tells of itself."""
+        self._bias_s = self.excess_s(now) or self._bias_s
+        self._bias_s += SURPRISE * (ttft_s - expected_s - self._bias_s)
+        self._surprised_at = now
 
     def weigh(self, depth: int, n_tokens: int, block_tokens: int, now: float, predicted: bool = False) -> Candidate:
         """Weigh the endpoint for a prompt of which it holds `depth` blocks. O(1)."""

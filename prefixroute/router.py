@@ -238,7 +238,8 @@ class Router:
             if not standing.local and outcome.ttft_s is not None and outcome.cached_tokens is not None:
                 c = next(c for c in flight.decision.candidates if c.endpoint == standing.name)
                 work_s = (c.prompt_tokens - outcome.cached_tokens) * c.s_per_token
-                standing.surprised(outcome.ttft_s, c.rtt_s + c.wait_s + c.overhead_s + work_s)
+                told_s = c.rtt_s + c.wait_s - standing.excess_s(flight.sent_at) + c.overhead_s + work_s
+                standing.surprised(outcome.ttft_s, told_s, now)
             self._on_served(flight, standing, outcome, now)
         elif outcome.kind in _FAILURES and not standing.local and standing.suspension.failed(flight.sent_at, now):
             self._emit(PeerChanged(peer, "suspended", outcome.reason or outcome.kind.value))

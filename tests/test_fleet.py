@@ -8,7 +8,7 @@ import pytest
 
 from prefixroute import LoadReport, PushBackState
 from prefixroute.copies import Copy, Peer
-from prefixroute.fleet import BELIEF, DEFAULT_RTT_S, Fleet, Send, Standing
+from prefixroute.fleet import BELIEF, DEFAULT_RTT_S, SURPRISE_FADES_S, Fleet, Send, Standing
 from prefixroute.load import DEFAULT_PREFILL_TOKENS_PER_S, Advert
 
 SEEDS = range(12)
@@ -325,3 +325,21 @@ def test_a_stranger_is_as_far_as_most_that_were_measured() -> None:
     fleet.add(late, 0.0)
     assert late.rtt_s == pytest.approx(0.6)
     assert fleet.standings["n0/0"].rtt_s == pytest.approx(0.1)
+
+
+def test_first_tokens_that_come_late_count_against_what_a_peer_says_and_that_fades() -> None:
+    liar = standing()
+    for i in range(20):
+        liar.surprised(2.1, 0.1, float(i))
+    assert liar.wait_s(19.0) == pytest.approx(2.0, rel=0.3)
+    assert liar.wait_s(19.0 + SURPRISE_FADES_S) < liar.wait_s(19.0) / 2.5
+    for i in range(20):
+        liar.surprised(0.1, 0.1, 20.0 + i)
+    assert liar.wait_s(40.0) < 0.1
+
+
+def test_first_tokens_that_come_early_and_late_in_turn_say_nothing() -> None:
+    fair = standing()
+    for i in range(40):
+        fair.surprised(0.5 if i % 2 else 0.1, 0.3, i / 10)
+    assert fair.wait_s(4.0) < 0.1
