@@ -69,10 +69,6 @@ class Anchors:
         """The anchor stride."""
         return self._every
 
-    def repeats(self) -> dict[int, int]:
-        """Return, for each wire key that more than one block has, how many more."""
-        return {wire: len(more) for wire, more in self._more.items()}
-
     def set_every(self, every: int, source: AnchorSource) -> Changes:
         """Change the stride; return the wire keys that came and went by it. O(blocks)."""
         self._every = _checked(every)

@@ -181,7 +181,6 @@ class PushBack:
 class _Booking(NamedTuple):
     work_s: float
     tokens: int
-    booked_at: float
     expires_at: float
 
 
@@ -214,7 +213,7 @@ class Ledger:
             self._head_at = now
         elif ticket in self._open:
             self.release(ticket, now)
-        self._open[ticket] = _Booking(work_s, tokens, now, expires_at)
+        self._open[ticket] = _Booking(work_s, tokens, expires_at)
         self._work_s += work_s
         self._tokens += tokens
 
@@ -239,10 +238,6 @@ class Ledger:
                 return max(0.0, self._work_s - min(max(now - self._head_at, 0.0), head.work_s))
             self.release(first, now)
         return 0.0
-
-    def sent_since(self, moment: float) -> float:
-        """Seconds of work booked at `moment` or later, which a report of that moment cannot know. O(open)."""
-        return sum(booking.work_s for booking in self._open.values() if booking.booked_at >= moment)
 
 
 class RateEstimate:

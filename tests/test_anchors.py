@@ -271,8 +271,7 @@ def test_wire_key_goes_with_the_last_block_that_has_it() -> None:
         published = published - changes.removed | changes.added
         assert published == {wire_key(key) for key in pile.keys}
         anchors._check(pile)
-        assert sum(anchors.repeats().values()) + len(anchors) == len(pile.keys)
-        seen += bool(anchors.repeats())
+        seen += len(pile.keys) > len(anchors)
     assert seen > 100
 
 

@@ -18,7 +18,6 @@ Rules:
 from __future__ import annotations
 
 import argparse
-import os
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from typing import Any
 from prefixroute import POLICIES, LoadReport, Node, NodeSettings, Outcome, UsageError
 
 from .cells import DEFAULT
-from .parallel import Progress, check_writable, run_all, write_json
+from .parallel import Progress, add_run_options, check_writable, run_all, write_json
 from .service import BlockCache, Engine, Speed
 from .workloads import Arrival, SessionShape, Trace, session_arrivals, simulated_domain
 
@@ -319,8 +318,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=int, metavar="N", help=f"requests of a run ({NORMAL.requests})")
     add("--seed", type=int, default=101, metavar="S", help="first seed (101)")
     add("--seeds", type=int, default=1, metavar="N", help="seeds (1)")
-    add("--workers", type=int, default=os.cpu_count() or 1, metavar="W", help="processes (one a core)")
-    add("--json", metavar="FILE", help='write the result as JSON ("-": standard output, and nothing else)')
+    add_run_options(parser)
 
 
 def run_options(options: argparse.Namespace) -> int:

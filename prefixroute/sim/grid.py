@@ -9,7 +9,6 @@ Rules:
 from __future__ import annotations
 
 import argparse
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 from prefixroute import UsageError
 
 from .cells import DEFAULT, RULES, CellSettings, cell, run_policies, summary, table
-from .parallel import Progress, check_writable, run_all, write_json
+from .parallel import Progress, add_run_options, check_writable, run_all, write_json
 from .stats import Figures
 
 NODES = (4, 8)
@@ -205,8 +204,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=FIRST_SEED, metavar="S", help=f"first seed, and of the sample ({FIRST_SEED})")
     add("--seeds", type=int, metavar="N", help="seeds of each cell (3; 1 with --quick and --cell)")
     add("--policies", metavar="LIST", help=f"policies, of {','.join(RULES)} ({','.join(POLICIES)})")
-    add("--workers", type=int, default=os.cpu_count() or 1, metavar="W", help="processes (one a core)")
-    add("--json", metavar="FILE", help='write the result as JSON ("-": standard output, and nothing else)')
+    add_run_options(parser)
 
 
 def run_options(options: argparse.Namespace) -> int:

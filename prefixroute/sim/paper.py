@@ -13,7 +13,6 @@ Rules:
 from __future__ import annotations
 
 import argparse
-import os
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from prefixroute import POLICIES, PushBackSettings, UsageError
 
 from .cells import DEFAULT, CellSettings, run_cell, trace_of
 from .faults import Fault, FaultSettings, Faulty, served_once
-from .parallel import Progress, check_writable, run_all, write_json
+from .parallel import Progress, add_run_options, check_writable, run_all, write_json
 from .plots import plot_shares
 from .service import Speed
 from .stats import Figures, interval
@@ -363,8 +362,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="1,500 requests a run: a look, not the targets' own length")
     add("--seed", type=int, default=0, metavar="S", help="first seed (0)")
     add("--seeds", type=int, default=5, metavar="N", help="seeds (5)")
-    add("--workers", type=int, default=os.cpu_count() or 1, metavar="W", help="processes (one a core)")
-    add("--json", metavar="FILE", help='write the rows as JSON ("-": standard output, and nothing else)')
+    add_run_options(parser)
     add("--plot", metavar="FILE", help="draw a topic's share by node over time, as PNG (needs the extra sim)")
 
 

@@ -7,8 +7,10 @@ Rules:
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +21,13 @@ from prefixroute import UsageError
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what every experiment takes: how many processes, and where its JSON goes."""
+    add = parser.add_argument
+    add("--workers", type=int, default=os.cpu_count() or 1, metavar="W", help="processes (one a core)")
+    add("--json", metavar="FILE", help='write the result as JSON ("-": standard output, and nothing else)')
 
 
 class Progress:

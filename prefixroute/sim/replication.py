@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 
 from prefixroute import UsageError
 
+from .parallel import add_run_options
 from .schedule import Schedule, generate, parse, play
 from .shrink import Story, shrink
 
@@ -145,9 +145,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--schedules", type=int, default=200, metavar="N", help="random schedules (200)")
     add("--steps", type=int, default=200, metavar="N", help="steps of a schedule (200)")
     add("--seed", type=int, default=1, metavar="S", help="seed of the first schedule (1)")
-    add("--workers", type=int, default=os.cpu_count() or 1, metavar="W", help="processes (one a core)")
     add("--replay", type=Path, metavar="FILE", help="run the schedule in a file: its text, or a result with stories")
-    add("--json", metavar="FILE", help='write the result as JSON ("-": standard output, and nothing else)')
+    add_run_options(parser)
 
 
 def run_options(options: argparse.Namespace) -> int:

@@ -7,7 +7,6 @@ Times are in milliseconds where the name says so, else in seconds.
 from __future__ import annotations
 
 import argparse
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from prefixroute import POLICIES, UsageError
 
 from .cells import DEFAULT, RULES, CellSettings, run_cell, summary, table, trace_of, unit_trace
 from .faults import KINDS, Fault, FaultSettings, Faulty, served_once
-from .parallel import Progress, check_writable, run_all, write_json
+from .parallel import Progress, add_run_options, check_writable, run_all, write_json
 from .service import Speed
 from .stats import Figures, figures
 from .workloads import maker
@@ -257,8 +256,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
     add("scenario", type=Path, metavar="SCENARIO", help="a TOML or JSON file; see examples/scenarios")
-    add("--workers", type=int, default=os.cpu_count() or 1, metavar="W", help="processes (one a core)")
-    add("--json", metavar="FILE", help='write the result as JSON ("-": standard output, and nothing else)')
+    add_run_options(parser)
 
 
 def run_options(options: argparse.Namespace) -> int:

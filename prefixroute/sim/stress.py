@@ -11,7 +11,6 @@ Rules:
 from __future__ import annotations
 
 import argparse
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from prefixroute import POLICIES, UsageError
 from .cells import DEFAULT, CellSettings, run_cell, trace_of
 from .faults import Fault, FaultSettings, Faulty, served_once
 from .gateways import GatewayRun, GatewaySettings
-from .parallel import Progress, check_writable, run_all, write_json
+from .parallel import Progress, add_run_options, check_writable, run_all, write_json
 from .service import Speed
 from .stats import figures, interval
 from .workloads import maker, short_prompts
@@ -242,8 +241,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=101, metavar="S", help="first seed (101)")
     add("--seeds", type=int, default=2, metavar="N", help="seeds (2)")
     add("--requests", type=int, metavar="N", help="requests of a run (1,500 to 4,000)")
-    add("--workers", type=int, default=os.cpu_count() or 1, metavar="W", help="processes (one a core)")
-    add("--json", metavar="FILE", help='write the result as JSON ("-": standard output, and nothing else)')
+    add_run_options(parser)
 
 
 def run_options(options: argparse.Namespace) -> int:
