@@ -95,6 +95,8 @@ def test_the_commands_of_the_grid(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["grid", "--seeds", "0"], "seeds >= 1"),
         (["grid", "--quick", "--full"], "not allowed with"),
         (["grid", "--json", "/nowhere/x"], "cannot write"),
+        (["grid", "--cell", "nodes=0"], "nodes and requests >= 1"),
+        (["grid", "--cell", "load=0"], "load > 0"),
         (["paper", "--seeds", "0"], "seeds >= 1"),
         (["paper", "--plot", "/nowhere/x"], "cannot write"),
         (["gateways", "--requests", "0"], "requests >= 1"),

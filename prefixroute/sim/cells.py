@@ -33,7 +33,7 @@ class CellSettings:
     """A cell. `capacity` is each cache's share of all prefix tokens, `load` that of the engines' time without routing.
 
     `extra` is passed on to `ServingSettings`, `workload_options` to the workload's maker. With `rate` (requests a
-    second over all nodes) `load` is not used.
+    second over all nodes) `load` is not used. Raises `UsageError` for a cell that cannot be.
     """
 
     nodes: int = 4
@@ -47,6 +47,12 @@ class CellSettings:
     speed: Speed = Speed()  # noqa: RUF009 - frozen
     extra: tuple[tuple[str, Any], ...] = ()
     workload_options: tuple[tuple[str, Any], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.requests < 1 or min(self.capacity, self.gossip_s) <= 0 or self.delay_s < 0:
+            raise UsageError("a cell needs nodes and requests >= 1, capacity and gossip_s > 0, delay_s >= 0")
+        if self.load <= 0 and self.rate <= 0:
+            raise UsageError("a cell needs load > 0 or rate > 0")
 
     def serving(self, trace: Trace) -> ServingSettings:
         """Return the settings of the fleet for a trace."""
