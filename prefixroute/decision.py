@@ -23,6 +23,7 @@ class OutcomeKind(Enum):
 
     SERVED = "served"
     REFUSED = "refused"
+    DECLINED = "declined"
     FAILED = "failed"
     TIMED_OUT = "timed out"
     CANCELLED = "cancelled"
@@ -61,6 +62,14 @@ class Outcome:
         return cls(OutcomeKind.REFUSED, reason, load=load)
 
     @classmethod
+    def declined(cls, load: LoadReport | None = None, cached_tokens: int | None = None) -> Outcome:
+        """The target handed the prompt back: it would take longer than the decision's budget.
+
+        `cached_tokens` is what it holds of the prompt. It stays in use, and the prompt goes where it is best now.
+        """
+        return cls(OutcomeKind.DECLINED, "", cached_tokens, None, load)
+
+    @classmethod
     def failed(cls, reason: str = "") -> Outcome:
         """The target could not be reached, or broke off; forwards to it are suspended at once."""
         return cls(OutcomeKind.FAILED, reason)
@@ -79,7 +88,9 @@ class Outcome:
 class Decision(NamedTuple):
     """Where a prompt goes. `target` and `fallbacks` are endpoints; `url` is the target's service address.
 
-    `expected_saving_s` is against serving it at the origin, 0.0 when that is what is done or not possible.
+    `expected_saving_s` is against serving it at the origin, 0.0 when that is what is done or not possible. `budget_s`
+    goes with a forward: a target that expects to need more hands it back. Such a target's own decision is `declined`:
+    nothing is booked, and nothing is to be served.
     """
 
     id: int
@@ -93,6 +104,8 @@ class Decision(NamedTuple):
     expected_saving_s: float
     reason: str
     candidates: tuple[Candidate, ...]
+    budget_s: float = inf
+    declined: bool = False
 
 
 class Explanation(NamedTuple):
@@ -113,6 +126,8 @@ class Explanation(NamedTuple):
             "matched_tokens": d.matched_tokens,
             "expected_ttft_ms": _ms(d.expected_ttft_s),
             "expected_saving_ms": _ms(d.expected_saving_s),
+            "budget_ms": None if d.budget_s == inf else _ms(d.budget_s),
+            "declined": d.declined,
             "fallbacks": list(d.fallbacks),
             "candidates": [
                 {

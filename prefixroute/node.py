@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 from .chain import ChainSpec, TokenChain, wire_key
@@ -308,10 +309,12 @@ class Node:
         namespace: Namespace = DEFAULT_NAMESPACE,
         contents: Sequence[ContentSpan] = (),
         forwarded: bool = False,
+        budget_s: float = inf,
     ) -> Decision:
         """Decide who serves a prompt: tokens, or a chain made by `chain`. Books the expected work at the target.
 
-        With `forwarded`, as for a request that another node sent here, only local endpoints are considered. Raises
+        With `forwarded`, as for a request that another node sent here, only local endpoints are considered. Give the
+        `budget_s` of that node's decision where it came along: a prompt that would take longer is `declined`. Raises
         `UsageError` when tokens cannot be used, or when no endpoint at all is known.
         """
         if not isinstance(prompt, TokenChain):
@@ -320,8 +323,8 @@ class Node:
             raise UsageError("a prepared chain has its namespace and contents: give them to chain(), not to route()")
         elif prompt.spec != self._spec:
             raise UsageError("this chain was prepared by a node of another domain")
-        decision = self._router.route(prompt, forwarded, now)
-        if decision.local and decision.matched_tokens:
+        decision = self._router.route(prompt, forwarded, now, budget_s)
+        if decision.local and decision.matched_tokens and not decision.declined:
             depth = next(c.depth for c in decision.candidates if c.endpoint == decision.target)
             self._locals[decision.target].residency.forest.use(prompt, depth, now)
         return decision

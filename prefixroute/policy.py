@@ -6,13 +6,14 @@ Rules:
 2. Vetoes are not its business: who is suspended, refusing or unheard is no candidate. Of overloaded endpoints it sees
    one only if there is nobody else, local included: an absolute veto makes a busy fleet recompute everything. A policy
    with an attribute `keeps_local = True` sees the local endpoints whatever they say.
-3. A forwarded request is never forwarded again; the node asks no policy then.
+3. A forwarded request is never forwarded again; the node asks no policy then. It may be handed back once: see `Choice`.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from math import inf
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -29,10 +30,15 @@ class Request(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Candidates in order of preference, the first one chosen, and why."""
+    """Candidates in order of preference, the first one chosen, and why.
+
+    `budget_s` goes with a forward: a target that finds, with its own queue and cache before it, that the first token
+    would take longer hands the prompt back, and the policy is asked again without it. Infinite: it keeps it.
+    """
 
     order: tuple[Candidate, ...]
     reason: str
+    budget_s: float = inf
 
 
 class Policy(Protocol):
@@ -70,7 +76,8 @@ class RentOrBuy:
         if local is None:
             mean = 1 + sum(c.queued for c in candidates) / len(candidates)
             order = [c for *_, c in sorted((_cost_for_a_gateway(c, mean), rng.random(), c) for c in candidates)]
-            return Choice(tuple(order), "longer cached prefix" if order[0].depth else "shorter wait")
+            reason = "longer cached prefix" if order[0].depth else "shorter wait"
+            return Choice(tuple(order), reason, _budget_s(order[0], order[1:2]))
         here = local.queued
         costs = [(_priced(c, 1 + (here + c.queued) / 2), not c.local, rng.random(), c) for c in candidates]
         order = [c for *_, c in sorted(costs)]
@@ -78,11 +85,11 @@ class RentOrBuy:
         if best.local:
             return Choice(tuple(order), "local is cheapest" if best.matched_tokens else "local: nobody is cheaper")
         if best.matched_tokens <= local.matched_tokens:
-            return Choice(tuple(order), "shorter wait")
+            return Choice(tuple(order), "shorter wait", _budget_s(best, (local,)))
         if self._buys(request, local, best, 1 + here):
             order.remove(local)
             return Choice((local, *order), "local: rent has reached the price of a copy")
-        return Choice(tuple(order), "longer cached prefix")
+        return Choice(tuple(order), "longer cached prefix", _budget_s(best, (local,)))
 
     def _buys(self, request: Request, local: Candidate, best: Candidate, price: int) -> bool:
         """Whether to serve here what a peer holds more of; rent is charged, or forgotten, accordingly."""
@@ -158,6 +165,14 @@ _COST = attrgetter("cost_s")
 def _priced(candidate: Candidate, price: float) -> float:
     """Expected time to first token, with prefill at the origin's price of work."""
     return candidate.rtt_s + candidate.wait_s + candidate.overhead_s + price * candidate.prefill_s
+
+
+def _budget_s(best: Candidate, others: Sequence[Candidate]) -> float:
+    """Seconds beyond which `best` had better hand the prompt back: what it would take elsewhere, then as now.
+
+    The way there is spent by then, and the way back is taken either way: by the prompt, or by its first token.
+    """
+    return max(best.cost_s, min([c.cost_s for c in others])) if others else inf
 
 
 def _own_cost(candidate: Candidate) -> float:

@@ -4,7 +4,8 @@ Rules:
 1. A decision is a look at the index, at a handful of standings, and one call of the policy.
 2. The expected work is booked at the target with the decision, and released by the first token, the outcome or time.
 3. A failed attempt goes to the next fallback; local execution is the last one.
-4. Late, repeated and missing reports are harmless.
+4. A target that finds itself slower than the decision's budget hands the prompt back, once; it is decided anew.
+5. Late, repeated and missing reports are harmless.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from .chain import TokenChain
 from .decision import Decision, Outcome, OutcomeKind
@@ -27,6 +29,7 @@ MAX_FALLBACKS = 3
 MAX_LOCAL = 64
 """Local endpoints weighed: more ranks than one node serves."""
 
+_ANSWERS = (OutcomeKind.SERVED, OutcomeKind.DECLINED)
 _FAILURES = (OutcomeKind.FAILED, OutcomeKind.TIMED_OUT)
 _OUTCOMES = {kind: f"outcomes_{kind.value.replace(' ', '_')}" for kind in OutcomeKind}
 
@@ -74,9 +77,30 @@ class Router:
         self._predictions = Predictions()
         self._tickets = 0
 
-    def route(self, chain: TokenChain, forwarded: bool, now: float) -> Decision:
+    def route(self, chain: TokenChain, forwarded: bool, now: float, budget_s: float = inf) -> Decision:
         """Decide who serves `chain`, and book the work there. Raises `UsageError` when no endpoint is known."""
+        self._tickets += 1
+        decision, best = self._decide(self._tickets, chain, forwarded, now)
+        if forwarded and best.cost_s > budget_s:
+            self._counters["decisions_declined"] += 1
+            reason = f"declined: longer here than the budget of {1000 * budget_s:.0f} ms"
+            return decision._replace(declined=True, reason=reason)
+        flight = Flight(decision, chain, best.endpoint, list(decision.fallbacks), now)
+        self.flights[decision.id] = flight
+        if len(self.flights) > self._max_flights:
+            self._give_up(next(iter(self.flights)), now)
+        self._book(flight, self.fleet.standings[best.endpoint], best, now)
+        self._counters["decisions_local" if best.local else "decisions_forward"] += 1
+        return decision
+
+    def _decide(
+        self, ticket: int, chain: TokenChain, forwarded: bool, now: float, without: str = ""
+    ) -> tuple[Decision, Candidate]:
+        """Weigh all but `without` and let the policy choose."""
         candidates, reserve = self._candidates(chain, forwarded, now)
+        if without:
+            others = [c for c in candidates if c.endpoint != without]
+            candidates, reserve = (others, reserve) if others else (reserve or candidates, [])
         choice = self.policy.choose(Request(chain, now), candidates, self._rng)
         best = choice.order[0]
         rest = (*choice.order[1:], *reserve)
@@ -84,13 +108,11 @@ class Router:
         origin_s = min((c.cost_s for c in candidates if c.local), default=best.cost_s)
         fallbacks = [c.endpoint for c in rest if not c.local][:MAX_FALLBACKS]
         fallbacks += [c.endpoint for c in rest if c.local]
-        self._tickets += 1
-        standing = self.fleet.standings[best.endpoint]
         decision = Decision(
-            self._tickets,
+            ticket,
             best.endpoint,
             best.local,
-            standing.copy.url,
+            self.fleet.standings[best.endpoint].copy.url,
             tuple(fallbacks),
             chain.n_tokens,
             best.matched_tokens,
@@ -98,14 +120,9 @@ class Router:
             max(0.0, origin_s - best.cost_s),
             "forwarded here" if forwarded else choice.reason,
             tuple(candidates),
+            inf if best.local else choice.budget_s,
         )
-        self._counters["decisions_local" if best.local else "decisions_forward"] += 1
-        flight = Flight(decision, chain, best.endpoint, fallbacks, now)
-        self.flights[decision.id] = flight
-        if len(self.flights) > self._max_flights:
-            self._give_up(next(iter(self.flights)), now)
-        self._book(flight, standing, best, now)
-        return decision
+        return decision, best
 
     def first_token(self, ticket: int, now: float) -> None:
         """Release a request's booked work: its prefill is done."""
@@ -130,6 +147,8 @@ class Router:
         if outcome.kind in (OutcomeKind.SERVED, OutcomeKind.CANCELLED):
             del self.flights[ticket]
             return None
+        if outcome.kind is OutcomeKind.DECLINED:
+            return self._anew(flight, now)
         return self._next(flight, now)
 
     def expire(self, now: float) -> None:
@@ -210,6 +229,13 @@ class Router:
         if standing is not None and self.fleet.release(standing, flight.decision.id, now):
             self.fleet.rank(standing, now)
 
+    def _anew(self, flight: Flight, now: float) -> str:
+        """Decide again for a prompt that its target handed back. Whoever gets it now keeps it."""
+        flight.decision, best = self._decide(flight.decision.id, flight.chain, False, now, flight.target)
+        flight.target, flight.left, flight.sent_at = best.endpoint, list(flight.decision.fallbacks), now
+        self._book(flight, self.fleet.standings[best.endpoint], best, now)
+        return best.endpoint
+
     def _next(self, flight: Flight, now: float) -> str | None:
         """Send the request on to the next fallback that is usable; else to a local one; else to whoever is left."""
         left = [self.fleet.standings[name] for name in flight.left if name in self.fleet.standings]
@@ -222,21 +248,29 @@ class Router:
         standing = next(usable, None) or next(locals_, left[0])
         flight.left = [other.name for other in left[left.index(standing) + 1 :]]
         flight.target, flight.sent_at = standing.name, now
-        candidate = next(c for c in flight.decision.candidates if c.endpoint == standing.name)
-        self._book(flight, standing, candidate, now)
+        self._book(flight, standing, self._candidate(flight, standing), now)
         self._counters["fallbacks"] += 1
         return standing.name
+
+    @staticmethod
+    def _candidate(flight: Flight, standing: Standing) -> Candidate:
+        return next(c for c in flight.decision.candidates if c.endpoint == standing.name)
 
     def _judge(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """Learn from an outcome: liveness, push-back, and whether the predicted hit was there."""
         peer = standing.name.partition("/")[0]
-        if outcome.kind is OutcomeKind.SERVED:
-            if standing.suspension.served():
-                self._emit(PeerChanged(peer, "resumed", standing.name))
+        if outcome.kind in _ANSWERS and standing.suspension.served():
+            self._emit(PeerChanged(peer, "resumed", standing.name))
+        if outcome.kind is OutcomeKind.DECLINED:
+            self._compare_hit(flight, standing, outcome.cached_tokens)
+        elif outcome.kind is OutcomeKind.SERVED:
             self._predictions.served(flight.decision.id)
             self._compare_hit(flight, standing, outcome.cached_tokens)
+            if outcome.cached_tokens is not None:
+                self._counters["predicted_tokens"] += self._candidate(flight, standing).matched_tokens
+                self._counters["cached_tokens"] += outcome.cached_tokens
             if not standing.local and outcome.ttft_s is not None and outcome.cached_tokens is not None:
-                c = next(c for c in flight.decision.candidates if c.endpoint == standing.name)
+                c = self._candidate(flight, standing)
                 work_s = (c.prompt_tokens - outcome.cached_tokens) * c.s_per_token
                 told_s = c.rtt_s + c.wait_s - standing.excess_s(flight.sent_at) + c.overhead_s + work_s
                 standing.surprised(outcome.ttft_s, told_s, now)
@@ -255,10 +289,8 @@ class Router:
         """Hold what was predicted against the engine's own count; misses lower the trust in this endpoint's digest."""
         if cached_tokens is None:
             return
-        candidate = next(c for c in flight.decision.candidates if c.endpoint == standing.name)
+        candidate = self._candidate(flight, standing)
         predicted = candidate.matched_tokens
-        self._counters["predicted_tokens"] += predicted
-        self._counters["cached_tokens"] += cached_tokens
         if candidate.predicted:
             if cached_tokens < predicted:
                 # The digest has told nothing wrong: it was the prompt before this one that left less than expected.

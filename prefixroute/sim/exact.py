@@ -82,9 +82,10 @@ class Exact(Bare):
             self._flying[target][job.index] = Flying(at, best.overhead_s + best.prefill_s, prompt.blocks)
         return target
 
-    def accept(self, attempt: Attempt, now: float) -> None:
+    def accept(self, attempt: Attempt, now: float) -> bool:
         """Note that it is on its way no longer."""
         del self._flying[attempt.target][attempt.job.index]
+        return True
 
     def admitted(self, attempt: Attempt, batch: Any, now: float) -> None:
         """Let the oracle hear of it."""

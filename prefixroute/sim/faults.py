@@ -166,24 +166,14 @@ class Faulty(Gossiping):
             return
         # A repeated forward is served twice; each has its own life.
         again = Attempt(attempt.job, i, attempt.sent_at)
-        again.origin, again.number = attempt.origin, attempt.number
+        again.origin, again.number, again.budget_s = attempt.origin, attempt.number, attempt.budget_s
         super()._reach(again, now)
 
     def _refused(self, attempt: Attempt, now: float) -> None:
-        self._elsewhere(attempt, Outcome.refused("draining"), now)
+        self.elsewhere(attempt, Outcome.refused("draining"), now)
 
     def _give_up(self, attempt: Attempt, now: float) -> None:
-        self._elsewhere(attempt, Outcome.timed_out(), now)
-
-    def _elsewhere(self, attempt: Attempt, outcome: Outcome, now: float) -> None:
-        job = attempt.job
-        if job.answered or job.origin != attempt.origin or job.tries != attempt.number:
-            return
-        assert job.decision is not None
-        node = self.nodes[job.origin]
-        following = node.report(job.decision, outcome, now, endpoint=self.endpoints[attempt.target])
-        self.served.counts["fallbacks"] += 1
-        self.send(job, job.origin if following is None else self._target[following], now)
+        self.elsewhere(attempt, Outcome.timed_out(), now)
 
     def admitted(self, attempt: Attempt, batch: Any, now: float) -> None:
         """Give the node its engine's events, unless it makes up its own."""
@@ -191,11 +181,12 @@ class Faulty(Gossiping):
             batch = EngineBatch(tuple(event for event in batch.events if not isinstance(event, BlocksRemoved)))
         super().admitted(attempt, batch, now)
 
-    def accept(self, attempt: Attempt, now: float) -> None:
+    def accept(self, attempt: Attempt, now: float) -> bool:
         """Ask the target's node; one that hides its load forgets the request at once."""
-        super().accept(attempt, now)
-        if attempt.target in self._wrong["hide_load"] and attempt.decision is not None:
+        accepted = super().accept(attempt, now)
+        if accepted and attempt.target in self._wrong["hide_load"] and attempt.decision is not None:
             self.nodes[attempt.target].report(attempt.decision, Outcome.cancelled(), now)
+        return accepted
 
     def _first_token(self, attempt: Attempt, now: float) -> None:
         if attempt.target not in self._wrong["silent"] or attempt.target == attempt.origin:

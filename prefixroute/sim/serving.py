@@ -20,7 +20,17 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
-from prefixroute import Decision, LoadReport, Node, NodeSettings, Outcome, Policy, PushBackSettings, UsageError
+from prefixroute import (
+    Decision,
+    LoadReport,
+    Node,
+    NodeSettings,
+    Outcome,
+    OutcomeKind,
+    Policy,
+    PushBackSettings,
+    UsageError,
+)
 
 from .service import BlockCache, Engine, Speed
 from .workloads import Arrival, Trace
@@ -112,9 +122,12 @@ class Job:
 
 
 class Attempt:
-    """One try of a request at one node. `decision` is the target's own, when it was forwarded."""
+    """One try of a request at one node. `decision` is the target's own, when it was forwarded.
 
-    __slots__ = ("cached", "decision", "job", "life", "number", "origin", "reached_at", "sent_at", "target")
+    The first try has the budget of the origin's decision.
+    """
+
+    __slots__ = ("budget_s", "cached", "decision", "job", "life", "number", "origin", "reached_at", "sent_at", "target")
 
     def __init__(self, job: Job, target: int, now: float) -> None:
         self.job = job
@@ -122,6 +135,7 @@ class Attempt:
         self.origin = job.origin
         self.sent_at = now
         self.number = job.tries
+        self.budget_s = job.decision.budget_s if job.decision is not None and job.tries == 1 else float("inf")
         self.reached_at = now
         self.cached = 0
         self.life = 0
@@ -193,8 +207,9 @@ class Bare:
         """Return the node that a new request goes to."""
         return job.origin
 
-    def accept(self, attempt: Attempt, now: float) -> None:
-        """Note that a forwarded attempt reached its target."""
+    def accept(self, attempt: Attempt, now: float) -> bool:
+        """Note that a forwarded attempt reached its target; return whether it is served there."""
+        return True
 
     def admitted(self, attempt: Attempt, batch: Any, now: float) -> None:
         """Tell what the target's engine did."""
@@ -223,8 +238,8 @@ class Bare:
 
     def _reach(self, attempt: Attempt, now: float) -> None:
         attempt.reached_at = now
-        self.accept(attempt, now)
-        self.serve(attempt, now)
+        if self.accept(attempt, now):
+            self.serve(attempt, now)
 
     def serve(self, attempt: Attempt, now: float) -> None:
         """Hand an attempt to the engine of its target."""
@@ -353,10 +368,30 @@ class Gossiping(Bare):
         job.decision = self.nodes[job.origin].route(job.arrival.prompt.chain, now)
         return self._target[job.decision.target]
 
-    def accept(self, attempt: Attempt, now: float) -> None:
-        """Ask the target's node, which serves what was forwarded."""
-        chain = attempt.job.arrival.prompt.chain
-        attempt.decision = self.nodes[attempt.target].route(chain, now, forwarded=True)
+    def accept(self, attempt: Attempt, now: float) -> bool:
+        """Ask the target's node, which serves what was forwarded, or hands it back."""
+        i, chain = attempt.target, attempt.job.arrival.prompt.chain
+        attempt.decision = decision = self.nodes[i].route(chain, now, forwarded=True, budget_s=attempt.budget_s)
+        if decision.declined:
+            self.served.counts["declined"] += 1
+            outcome = Outcome.declined(self.nodes[i].load(self.endpoints[i], now), decision.matched_tokens)
+            self.plan(now + self.settings.delay(i, attempt.origin), self._handed_back, (attempt, outcome))
+        return not decision.declined
+
+    def _handed_back(self, came: tuple[Attempt, Outcome], now: float) -> None:
+        self.elsewhere(*came, now)
+
+    def elsewhere(self, attempt: Attempt, outcome: Outcome, now: float) -> None:
+        """Report an attempt that was not served at the origin, and send the request where its node then says."""
+        job = attempt.job
+        if job.answered or job.origin != attempt.origin or job.tries != attempt.number:
+            return
+        assert job.decision is not None
+        node = self.nodes[job.origin]
+        following = node.report(job.decision, outcome, now, endpoint=self.endpoints[attempt.target])
+        if outcome.kind is not OutcomeKind.DECLINED:
+            self.served.counts["fallbacks"] += 1
+        self.send(job, job.origin if following is None else self._target[following], now)
 
     def admitted(self, attempt: Attempt, batch: Any, now: float) -> None:
         """Give the node its engine's events."""

@@ -1,7 +1,8 @@
 """One request, from its decision to its last byte, over as many engines as it takes.
 
 Rules:
-1. A request crosses at most one hop: what is sent to a peer carries `HOP_HEADER`, and is served there or refused.
+1. A request crosses at most one hop: what is sent to a peer carries `HOP_HEADER`, and is served there, refused, or
+   handed back: the first attempt carries a budget, and a peer that would need longer declines, at once and once.
 2. Nothing is sent to the client before an engine's first byte is here, so until then a failure costs time only:
    the next fallback is asked, the local engine last.
 3. After the first byte a broken stream goes on from another engine under the rules of `sse.StreamLedger`.
@@ -11,6 +12,7 @@ Rules:
 |---|---|---|
 | cannot connect, connection breaks, status 5xx | failed | next fallback |
 | status 503 | refused | next fallback |
+| status 503 with `DECLINED_HEADER` | declined | wherever is best now |
 | too slow | timed out | next fallback |
 | 200 | served | passed to the client |
 | any other status | cancelled | passed to the client, whose mistake it is |
@@ -22,18 +24,22 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 import httpx
 import msgspec
 from starlette.responses import Response, StreamingResponse
 
-from prefixroute import Decision, LoadReport, Node, Outcome
+from prefixroute import Decision, LoadReport, Node, Outcome, OutcomeKind
 
 from .config import TimeoutConfig
 from .sse import Diverged, EventCutter, StreamLedger, cached_tokens
 
 HOP_HEADER = "x-prefixroute-hop"
+BUDGET_HEADER = "x-prefixroute-budget-ms"
+DECLINED_HEADER = "x-prefixroute-declined"
+"""With the prompt tokens that the declining peer holds."""
 LOAD_HEADER = "x-prefixroute-load"
 TARGET_HEADER = "x-prefixroute-target"
 REASON_HEADER = "x-prefixroute-reason"
@@ -108,6 +114,7 @@ class Exchange:
         self._began = time.perf_counter()
         self._ttft_s: float | None = None
         self._target: str | None = decision.target
+        self._budget_s = decision.budget_s
         self._settled = False
 
     async def respond(self) -> Response:
@@ -144,6 +151,9 @@ class Exchange:
             response = await self._site.client.send(self._request(target), stream=True)
             if target == self._site.endpoint:
                 self._site.engine_answered(response.status_code, self._decision.prompt_tokens)
+            if response.status_code == 503 and DECLINED_HEADER in response.headers:
+                await _close(response)
+                raise _failed(_declined_by(response), f"{target} is busier than it seemed", 503)
             if response.status_code >= 500:
                 raise _failed_status(response, await response.aread())
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
@@ -174,6 +184,8 @@ class Exchange:
         else:
             url = site.node.endpoint_url(target)
             headers.append((HOP_HEADER, "1"))
+            if self._budget_s < inf:
+                headers.append((BUDGET_HEADER, f"{1000 * self._budget_s:.3f}"))
             patience = site.timeouts.stream_s if call.streamed else site.timeouts.whole_s
             timeout = httpx.Timeout(patience, connect=site.timeouts.connect_s)
         site.count("local" if local else "forwarded")
@@ -233,7 +245,10 @@ class Exchange:
             self._cancel()  # the client's own mistake: nothing was computed, nothing is cached
 
     def _report_failure(self, outcome: Outcome) -> None:
-        self._site.count("failed attempts")
+        self._site.count("handed back" if outcome.kind is OutcomeKind.DECLINED else "failed attempts")
+        # The next attempt keeps the request, and is not charged the time of this one.
+        self._budget_s = inf
+        self._began = time.perf_counter()
         self._target = self._report(outcome)
         self._settled = self._target is None
 
@@ -262,6 +277,28 @@ class Exchange:
 def dump_load(load: LoadReport) -> str:
     """A load report as one line of JSON, for a reply header."""
     return msgspec.json.encode(load).decode()
+
+
+def declined_reply(load: LoadReport, matched_tokens: int) -> Response:
+    """What a peer is told whose prompt would take longer here than its budget."""
+    reply = error_reply(503, "it would take longer here than the budget")
+    reply.headers[DECLINED_HEADER] = str(matched_tokens)
+    reply.headers[LOAD_HEADER] = _header_text(dump_load(load))
+    return reply
+
+
+def budget_of(text: str | None) -> float:
+    """The budget in seconds that a forward carries; infinite when it carries none that can be read."""
+    try:
+        budget_s = float(text or "inf") / 1000
+    except ValueError:
+        return inf
+    return budget_s if budget_s >= 0 else inf
+
+
+def _declined_by(response: httpx.Response) -> Outcome:
+    held = response.headers[DECLINED_HEADER]
+    return Outcome.declined(_load_of(response), int(held) if held.isdecimal() and len(held) < 16 else None)
 
 
 def _load_of(response: httpx.Response) -> LoadReport | None:

@@ -29,6 +29,7 @@ from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,7 +48,7 @@ from prefixroute.errors import UsageError
 from prefixroute.events import EngineBatch, NodeEvent
 
 from .config import SidecarConfig, load_config, make_policy
-from .exchange import HOP_HEADER, Call, Exchange, Site, error_reply
+from .exchange import BUDGET_HEADER, HOP_HEADER, Call, Exchange, Site, budget_of, declined_reply, error_reply
 from .measure import quantile
 from .sockets import open_gossip, open_listener
 from .tokens import Prompt, PromptReader
@@ -201,12 +202,14 @@ class Sidecar:
     async def _answer(self, request: Request, body: bytes, payload: dict[str, Any], chat: bool) -> Response:
         forwarded = HOP_HEADER in request.headers
         prompt = await self._prompts.read(payload, chat)
-        decision = self._decide(prompt, forwarded)
+        decision = self._decide(prompt, forwarded, budget_of(request.headers.get(BUDGET_HEADER)))
+        if decision.declined:
+            return declined_reply(self.node.load(self._site.endpoint, self.driver.now()), decision.matched_tokens)
         query = f"?{request.url.query}" if request.url.query else ""
         call = Call(request.url.path + query, body, _request_headers(request), bool(payload.get("stream")), forwarded)
         return await Exchange(self._site, call, decision).respond()
 
-    def _decide(self, prompt: Prompt, forwarded: bool) -> Decision:
+    def _decide(self, prompt: Prompt, forwarded: bool, budget_s: float) -> Decision:
         # Unrouted means that nothing leaves, whatever happens: push-back and failures would else send work away.
         stays = forwarded or self.config.policy == "none"
         began = time.perf_counter_ns()
@@ -215,6 +218,7 @@ class Sidecar:
             self.driver.now(),
             namespace=prompt.namespace,
             forwarded=stays,
+            budget_s=budget_s if forwarded else inf,
         )
         if not forwarded:
             self._decision_us.append((time.perf_counter_ns() - began) / 1e3)
