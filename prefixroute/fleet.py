@@ -4,8 +4,9 @@ Rules:
 1. A decision looks at a handful of endpoints, never at all: the ranking is kept up to date as reports and bookings
    come, and a search asks it for the first few within a bitmask.
 2. Masks say who is usable: suspended, refusing and unheard endpoints are out; overloaded ones are set apart.
-3. Confidence comes from evidence: what the owner says of its own residency, and hits that were predicted and missed.
-   Age alone does not lower it (it cost up to 45 % in the rule's model); it bounds how long an endpoint is usable.
+3. Confidence comes from evidence: what the owner says of its own residency, hits that were predicted and missed, and
+   how soon the owner evicts, against the way there. Age alone does not lower it (it cost up to 45 % in the rule's
+   model); it bounds how long an endpoint is usable.
 """
 
 from __future__ import annotations
@@ -160,7 +161,11 @@ class Standing:
         self.hit_unit = advert.hit_unit
         measured = self.peer.rtt_s if self.peer is not None else None
         self.rtt_s = 0.0 if self.local else self.default_rtt_s if measured is None else measured
-        self.confidence = advert.confidence * self.trust * (1.0 if self.local else BELIEF)
+        self.confidence = advert.confidence * self.trust
+        if not self.local:
+            # What is evicted there while a forward is under way is no hit: of a cache that turns over in seconds,
+            # little is left after a second's way.
+            self.confidence *= BELIEF * exp(-self.rtt_s / 2 / max(self._eviction_age_s, 1e-9))
         self.state = advert.state
         if now < self.refused_until:
             self.state = PushBackState.REFUSING

@@ -61,7 +61,9 @@ class RentOrBuy:
         rent            R   = this round trip + the rent kept on the blocks that the best peer holds beyond the origin
         price of a copy B   = seconds a token x (p x tokens of those blocks + tokens evicted for them), at the origin
 
-    Take the least T_j, the origin on a tie. If that is a peer that holds more of the prompt, buy when R >= B: serve
+    Take the least T_j, the origin on a tie, of those where the way pays for itself: round trip, overhead and prefill
+    there, without the wait and at price 1, take no longer than the origin would. A prompt may have to wait for the sake
+    of others, but it does not travel for them. If that is a peer that holds more of the prompt, buy when R >= B: serve
     here, and forget that rent. Else forward, and add the round trip to the rent of those blocks (`rent`). A peer that
     holds no more than the origin is only a shorter queue, and costs no rent. A gateway has no cache to warm: its price
     of work is that of the mean queue of its candidates, and it counts what a forward would evict at the target.
@@ -72,14 +74,19 @@ class RentOrBuy:
 
     def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         """Sort by priced cost, then let rent decide between the best peer and the origin. O(depth / 32)."""
-        local = min((c for c in candidates if c.local), key=_own_cost, default=None)
+        locals_ = [c for c in candidates if c.local]
+        local = min(locals_, key=_own_cost) if len(locals_) > 1 else locals_[0] if locals_ else None
         if local is None:
-            mean = 1 + sum(c.queued for c in candidates) / len(candidates)
+            mean = sum(c.queued for c in candidates) / len(candidates)
             order = [c for *_, c in sorted((_cost_for_a_gateway(c, mean), rng.random(), c) for c in candidates)]
             reason = "longer cached prefix" if order[0].depth else "shorter wait"
             return Choice(tuple(order), reason, _budget_s(order[0], order[1:2]))
-        here = local.queued
-        costs = [(_priced(c, 1 + (here + c.queued) / 2), not c.local, rng.random(), c) for c in candidates]
+        here, draw = local.queued, rng.random
+        limit = local.cost_s
+        costs = [
+            (not c.local and c.cost_s - c.wait_s > limit, _priced(c, (here + c.queued) / 2), not c.local, draw(), c)
+            for c in candidates
+        ]
         order = [c for *_, c in sorted(costs)]
         best = order[0]
         if best.local:
@@ -162,9 +169,9 @@ POLICIES: dict[str, type[RentOrBuy] | type[GreedyCost] | type[LongestMatch] | ty
 _COST = attrgetter("cost_s")
 
 
-def _priced(candidate: Candidate, price: float) -> float:
-    """Expected time to first token, with prefill at the origin's price of work."""
-    return candidate.rtt_s + candidate.wait_s + candidate.overhead_s + price * candidate.prefill_s
+def _priced(candidate: Candidate, others: float) -> float:
+    """Expected time to first token, with prefill at a price of work of 1 + `others`."""
+    return candidate.cost_s + others * candidate.prefill_s
 
 
 def _budget_s(best: Candidate, others: Sequence[Candidate]) -> float:
@@ -176,7 +183,7 @@ def _budget_s(best: Candidate, others: Sequence[Candidate]) -> float:
 
 
 def _own_cost(candidate: Candidate) -> float:
-    return _priced(candidate, 1 + candidate.queued)
+    return _priced(candidate, candidate.queued)
 
 
 def _evicted(candidate: Candidate) -> float:
@@ -184,9 +191,9 @@ def _evicted(candidate: Candidate) -> float:
     return max(0.0, candidate.prompt_tokens - candidate.matched_tokens - candidate.room_tokens)
 
 
-def _cost_for_a_gateway(candidate: Candidate, price: float) -> float:
+def _cost_for_a_gateway(candidate: Candidate, others: float) -> float:
     """Expected time to first token, and of the prefill that is done again later for what this prompt evicts."""
-    return _priced(candidate, price) + candidate.s_per_token * _evicted(candidate)
+    return _priced(candidate, others) + candidate.s_per_token * _evicted(candidate)
 
 
 def _cost_and_place(candidate: Candidate) -> tuple[float, bool]:

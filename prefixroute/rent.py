@@ -1,7 +1,7 @@
 """Rent: what an origin has paid, in round trips, for stretches of prompts that only peers hold.
 
 Rules:
-1. Rent is kept at the ends of the chain's strides, not at every block, so a long prompt costs some forty updates.
+1. Rent is kept for stretches that double in length, not for every block, so a long prompt costs a handful of updates.
 2. It decays with the idle age at which blocks are evicted here: a copy that would not have lasted is not worth it.
 3. It is bounded: the stretches that were charged longest ago go first.
 """
@@ -15,12 +15,6 @@ from .chain import STRIDE, TokenChain
 
 MAX_RENTS = 65536
 """Stretches that rent is kept for. About 12 MB."""
-
-
-FINE = 256
-"""Down to this depth rent is kept at each stride of 32 blocks, below it at each `COARSE` blocks."""
-
-COARSE = 4 * STRIDE
 
 
 class Stretch(NamedTuple):
@@ -69,19 +63,18 @@ class Rents:
 
 
 def stretches_of(chain: TokenChain, held: int, deeper: int) -> list[Stretch]:
-    """Return the blocks `held` + 1 .. `deeper` of a prompt, cut at the chain's strides; deep down at every fourth.
+    """Return the blocks `held` + 1 .. `deeper` of a prompt, cut at 32, 64, 128, ... O(log depth).
 
-    A stretch that ends a stride is named by that end, which costs no hash; the rest by its first block, which is the
-    same for all prompts that go the same way from there. 38 stretches for 4,096 blocks, 10 for 512.
+    A stretch that reaches a cut is named by that end, which costs no hash; the rest by its first block, which is the
+    same for all prompts that go the same way from there.
     """
     stretches = []
-    at, key = held, chain.key
-    end = held - held % STRIDE + STRIDE
+    at, end = held, STRIDE
+    while end <= held:
+        end *= 2
     while end <= deeper:
-        if end <= FINE or end % COARSE == 0:
-            stretches.append(Stretch(key(end), end - at))
-            at = end
-        end += STRIDE
+        stretches.append(Stretch(chain.key(end), end - at))
+        at, end = end, 2 * end
     if at < deeper:
-        stretches.append(Stretch(key(at + 1), deeper - at))
+        stretches.append(Stretch(chain.key(at + 1), deeper - at))
     return stretches

@@ -79,6 +79,7 @@ def test_outcomes_say_what_they_are() -> None:
     load = LoadReport(waiting=3)
     assert Outcome.served(16, 0.5, load) == Outcome(OutcomeKind.SERVED, "", 16, 0.5, load)
     assert Outcome.served() == Outcome(OutcomeKind.SERVED)
+    assert Outcome.declined(load, 16) == Outcome(OutcomeKind.DECLINED, "", 16, None, load)
     assert Outcome.refused("503", load) == Outcome(OutcomeKind.REFUSED, "503", load=load)
     assert Outcome.failed("reset") == Outcome(OutcomeKind.FAILED, "reset")
     assert Outcome.timed_out("10 s") == Outcome(OutcomeKind.TIMED_OUT, "10 s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import exp
 
 import pytest
 
@@ -38,6 +39,20 @@ def test_a_remote_queue_drains_between_reports_and_on_the_way_there() -> None:
     half = DEFAULT_RTT_S / 2
     waits = [remote.wait_s(t) for t in (10.0, 11.0, 12.5, 13.0, 99.0)]
     assert waits == pytest.approx([3.0 - half, 2.0 - half, 0.5 - half, 0.0, 0.0])
+
+
+def test_what_is_evicted_on_the_way_there_is_no_hit() -> None:
+    def confidence(**advert: object) -> float:
+        remote = standing(**advert)
+        assert remote.peer is not None
+        remote.peer.rtt_s = 2.0
+        remote.refresh(0.0)
+        return remote.confidence
+
+    assert confidence() == BELIEF, "nothing was evicted yet"
+    assert confidence(eviction_age_s=10.0) == pytest.approx(BELIEF * exp(-0.1))
+    assert confidence(eviction_age_s=0.0) == 0.0
+    assert standing(local=True, eviction_age_s=0.0).confidence == 1.0
 
 
 def test_a_local_queue_is_the_worse_of_what_a_probe_saw_and_what_was_booked() -> None:

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ from prefixroute_lan4.config import (
     TimeoutConfig,
 )
 from prefixroute_lan4.config import EngineConfig as SidecarEngine
+from prefixroute_lan4.exchange import budget_of
 from prefixroute_lan4.sidecar import Sidecar
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from prefixroute import Outcome
+from prefixroute import Decision, Outcome
 from prefixroute.emulator import Answer, EmulatedEngine, EngineConfig, KvEventsConfig, ServiceModel
 from prefixroute.emulator.tokenizer import ChatMessage, encode, render_chat
 
@@ -329,6 +331,45 @@ def test_a_peer_that_does_not_answer_costs_no_answer(folder: Path, fault: str) -
         assert pair.one.sidecar.stats()["requests"]["local"] == 2
 
     run_pair(test, folder)
+
+
+def test_a_peer_that_is_busier_than_it_told_hands_the_prompt_back(folder: Path) -> None:
+    async def test(pair: Pair) -> None:
+        await pair.warm()
+        one, two = pair.one.sidecar, pair.two.sidecar
+        # Bookings of node 2 that node 1 cannot know of yet: they begin when node 1 has decided.
+        decide = one._decide
+
+        def decide_first(*args: Any) -> Decision:
+            decision = decide(*args)
+            assert decision.target == "node-2/0"
+            now = two.driver.now()
+            booked.append(two.node.route(list(range(9000)), now, forwarded=True))
+            return decision
+
+        booked: list[Decision] = []
+        one._decide = decide_first  # type: ignore[method-assign]
+        reply = await pair.ask(pair.one, PREFIX + " and then", tokens=1)
+        assert reply.status_code == 200
+        assert reply.headers["x-prefixroute-target"] == "node-1/0"
+        assert float(pair.two.sidecar_faults.calls[-1]["x-prefixroute-budget-ms"]) > 0
+        assert one.stats()["requests"]["handed back"] == 1
+        assert "failed attempts" not in one.stats()["requests"]
+        assert one.node.counters["outcomes_declined"] == two.node.counters["decisions_declined"] == 1
+        row = next(row for row in one.node.stats(one.driver.now()).endpoints if row.endpoint == "node-2/0")
+        assert row.usable
+        assert row.wait_s > 2, "its reply told"
+        one._decide = decide  # type: ignore[method-assign]
+
+    run_pair(test, folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "budget_s"),
+    [("250", 0.25), ("0", 0.0), (None, inf), ("", inf), ("soon", inf), ("-1", inf), ("nan", inf), ("1e999", inf)],
+)
+def test_a_budget_that_cannot_be_read_is_none(text: str | None, budget_s: float) -> None:
+    assert budget_of(text) == budget_s
 
 
 @pytest.mark.parametrize("where", ["engine", "sidecar"])

@@ -17,6 +17,7 @@ from routing import (
     hold,
     load,
     mesh,
+    new,
     prompt,
     queue,
     suspended,
@@ -64,6 +65,55 @@ def test_served_and_cancelled_end_a_request(outcome: Outcome) -> None:
     assert node.report(decision, outcome, net.now) is None
     assert node.counters["outcomes_late"] == 1
     assert suspended(node) == []
+
+
+def test_a_prompt_that_is_handed_back_goes_where_it_is_best_now_once() -> None:
+    net, node, tokens = three_holders()
+    decision = node.route(tokens, net.now)
+    assert decision.target == "n1/0"
+    assert node.report(decision, Outcome.declined(queue(9.0), 1024), net.now, endpoint="n1/0") == "n2/0"
+    assert suspended(node) == []
+    row = next(row for row in node.stats(net.now).endpoints if row.endpoint == "n1/0")
+    assert row.usable
+    assert row.wait_s == pytest.approx(9.0)
+    assert row.confidence == pytest.approx(BELIEF, rel=0.01), "it held what it was said to"
+    assert node.route(tokens, net.now).target != "n1/0"
+    # It is followed like any other from here on, its fallbacks included.
+    assert node.report(decision, Outcome.failed(), net.now, endpoint="n2/0") == "n3/0"
+    assert node.report(decision, Outcome.served(1, 0.1), net.now, endpoint="n3/0") is None
+    assert node.counters["outcomes_declined"] == 1
+    check(net)
+
+
+def test_a_prompt_that_is_handed_back_for_want_of_its_prefix_lowers_the_trust() -> None:
+    net, node, tokens = three_holders()
+    decision = node.route(tokens, net.now)
+    node.report(decision, Outcome.declined(IDLE, 0), net.now)
+    row = next(row for row in node.stats(net.now).endpoints if row.endpoint == "n1/0")
+    assert row.confidence == pytest.approx(0.9 * BELIEF, rel=0.01)
+    assert node.counters["predicted_tokens"] == 0, "nothing was served"
+
+
+def test_the_only_endpoint_of_a_gateway_gets_back_what_it_declined() -> None:
+    net = mesh(1)
+    gateway = new("gw")
+    net.add(gateway)
+    net.run(1.0)
+    decision = gateway.route(prompt(1, 4), net.now)
+    assert decision.budget_s == float("inf")
+    assert gateway.report(decision, Outcome.declined(), net.now) == "n0/0"
+
+
+def test_an_endpoint_on_trial_that_declines_is_alive() -> None:
+    net, node, tokens = three_holders()
+    decision = node.route(tokens, net.now)
+    node.report(decision, Outcome.failed(), net.now)
+    assert suspended(node) == ["n1"]
+    net.run(1.5)
+    trial = node.route(tokens, net.now)
+    assert trial.target == "n1/0"
+    node.report(trial, Outcome.declined(IDLE, 1024), net.now)
+    assert PeerChanged("n1", "resumed", "n1/0") in node.events()
 
 
 def test_a_decision_names_few_fallbacks_and_every_local_one_last() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 import pytest
@@ -282,6 +283,34 @@ def test_a_busy_holder_is_worth_more_than_an_idle_stranger_when_all_are_busy() -
     holder, idle = candidate("b/0", depth=60, wait_s=0.2), candidate("c/0")
     assert asked(RentOrBuy(), request(), own, holder, idle) == "b/0"
     assert asked(RentOrBuy(), request(), own._replace(queued=0), holder, idle) == "c/0"
+
+
+def test_a_prompt_waits_for_the_sake_of_others_but_does_not_travel() -> None:
+    own = candidate("a/0", local=True, wait_s=0.05)._replace(queued=3)
+    # Queued here are three whom the prompt's prefill of 0.13 s would delay; nobody is there, but the way is 0.1 s.
+    assert asked(RentOrBuy(), request(), own, candidate("b/0", rtt_s=0.1)) == "a/0"
+    assert asked(RentOrBuy(), request(), own, candidate("b/0", wait_s=0.1)) == "b/0"
+    # Another peer that is nearer is still taken.
+    given = own, candidate("b/0", rtt_s=0.1), candidate("c/0", rtt_s=0.01, wait_s=0.1)
+    assert asked(RentOrBuy(), request(), *given) == "c/0"
+
+
+@pytest.mark.parametrize(
+    ("given", "budget_s"),
+    [
+        ([candidate("a/0", local=True, wait_s=0.5), candidate("b/0", depth=60)], "a/0"),
+        ([candidate("a/0", local=True, wait_s=0.5), candidate("b/0")], "a/0"),
+        ([candidate("a/0", local=True, wait_s=0.05)._replace(queued=9), candidate("b/0", wait_s=0.2)], "b/0"),
+        ([candidate("b/0", depth=60), candidate("c/0", depth=40), candidate("d/0")], "c/0"),
+        ([candidate("b/0", depth=60)], None),
+        ([candidate("a/0", local=True), candidate("b/0", wait_s=1.0)], None),
+    ],
+)
+def test_a_forward_may_take_as_long_as_it_would_elsewhere(given: list[Candidate], budget_s: str | None) -> None:
+    choice = RentOrBuy().choose(request(), given, random.Random(1))
+    cost = {c.endpoint: c.cost_s for c in given}
+    assert choice.budget_s == (inf if budget_s is None else cost[budget_s])
+    assert choice.budget_s >= choice.order[0].cost_s
 
 
 def test_a_gateway_counts_what_it_would_evict() -> None:

@@ -351,6 +351,37 @@ def test_a_forwarded_request_never_leaves_the_node() -> None:
         assert node.report(decision, Outcome.failed(), net.now) is None
 
 
+def test_a_target_that_is_slower_than_the_budget_declines_and_books_nothing() -> None:
+    net = mesh(2)
+    tokens = prompt(1, 64)
+    hold(net, "n0/0", tokens[: 32 * BLOCK])
+    net.run(1.0)
+    node = net.nodes["n0"]
+    before = node.load("n0/0", net.now)
+    # 513 of 1,025 tokens to prefill at a millisecond each, and 10 ms.
+    decision = node.route(tokens, net.now, forwarded=True, budget_s=0.5)
+    assert decision.declined
+    assert decision.reason == "declined: longer here than the budget of 500 ms"
+    assert (decision.target, decision.matched_tokens) == ("n0/0", 512)
+    assert (node.stats(net.now).in_flight, node.load("n0/0", net.now)) == (0, before)
+    assert node.report(decision, Outcome.cancelled(), net.now) is None
+    assert node.counters["decisions_declined"] == 1
+    assert "decisions_local" not in node.counters
+    assert not node.route(tokens, net.now, forwarded=True, budget_s=0.53).declined
+    assert node.counters["decisions_local"] == 1
+    check(net)
+
+
+def test_a_forward_names_its_budget_and_local_work_has_none() -> None:
+    net, node, tokens = three_holders()
+    decision = node.route(tokens, net.now)
+    here = next(c.cost_s for c in decision.candidates if c.local)
+    assert decision.budget_s == here
+    assert node.explain(decision).to_dict()["budget_ms"] == round(1000 * here, 2)
+    assert node.route(prompt(2, 64), net.now).budget_s == float("inf")
+    assert node.explain(net.nodes["n1"].route(tokens, net.now)).to_dict()["budget_ms"] is None
+
+
 def test_a_gateway_takes_no_forwarded_request() -> None:
     net = mesh(2)
     gateway = net.add(Node("gate", DOMAIN, rng=random.Random(9), now=net.now, settings=SETTINGS))

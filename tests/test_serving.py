@@ -226,7 +226,8 @@ def test_a_run_repeats_itself_and_answers_everything(policy: str) -> None:
     assert one.served.server == two.served.server
     assert one.served.counts["answered"] == SMALL.requests
     assert min(one.served.latency_s) >= 0.1
-    assert one.figures.forwarded == pytest.approx(one.served.counts["forwards"] / SMALL.requests)
+    kept = one.served.counts["forwards"] - one.served.counts["declined"]
+    assert one.figures.forwarded == pytest.approx(kept / SMALL.requests)
 
 
 def test_a_forward_pays_the_way_there_and_back() -> None:
@@ -239,6 +240,27 @@ def test_a_forward_pays_the_way_there_and_back() -> None:
     ]
     assert len(moved) > 20
     assert min(moved) >= 6.0
+
+
+def test_slow_gossip_lets_targets_hand_prompts_back_and_that_pays() -> None:
+    cell = CellSettings(8, "uniform", 0.05, 10.0, 0.85, 0.05, 400)
+    trace = trace_of(cell, 1)
+    run = Gossiping(trace, cell.serving(trace), 1, POLICIES["rent"])
+    mean = sum(run.run().latency_s) / 400
+    assert run.served.counts["answered"] == 400
+    assert 0 < run.served.counts["declined"] == sum(node.counters["outcomes_declined"] for node in run.nodes)
+    assert run.served.counts["declined"] == sum(node.counters["decisions_declined"] for node in run.nodes)
+    for node in run.nodes:
+        node._check()
+
+    class Keeping(Gossiping):
+        def accept(self, attempt: Any, now: float) -> bool:
+            attempt.budget_s = float("inf")
+            return super().accept(attempt, now)
+
+    keeping = Keeping(trace, cell.serving(trace), 1, POLICIES["rent"])
+    assert mean < sum(keeping.run().latency_s) / 400
+    assert keeping.served.counts["declined"] == 0
 
 
 def test_nodes_know_what_engines_hold_and_stay_whole() -> None:

@@ -36,11 +36,14 @@ class Watched(Faulty):
         assert decision.local is (target == job.origin)
         return target
 
-    def accept(self, attempt: Any, now: float) -> None:
-        """What was forwarded stays where it arrives."""
-        super().accept(attempt, now)
+    def accept(self, attempt: Any, now: float) -> bool:
+        """What was forwarded stays where it arrives, or goes back to where it came from, at the first try only."""
+        accepted = super().accept(attempt, now)
         assert attempt.decision.local
         assert attempt.decision.fallbacks == ()
+        assert accepted is not attempt.decision.declined
+        assert accepted or attempt.number == 1
+        return accepted
 
 
 @settings(derandomize=True, deadline=None, database=None, max_examples=40)
