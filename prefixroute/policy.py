@@ -57,7 +57,7 @@ class RentOrBuy:
     hindsight costs (ski rental; Karlin et al., Algorithmica 3, 1988), and needs to know no rate of arrivals.
 
         price of work   p_j = 1 + mean of the requests without a first token at the origin and at j: work delays others
-        cost            T_j = round trip + wait + overhead + p_j x seconds a token x uncached tokens
+        cost            T_j = round trip + wait + overhead + seconds a token x (p_j x uncached tokens + tokens evicted)
         rent            R   = this round trip + the rent kept on the blocks that the best peer holds beyond the origin
         price of a copy B   = seconds a token x (p x tokens of those blocks + tokens evicted for them), at the origin
 
@@ -65,20 +65,20 @@ class RentOrBuy:
     there, without the wait and at price 1, take no longer than the origin would. A prompt may have to wait for the sake
     of others, but it does not travel for them. If that is a peer that holds more of the prompt, buy when R >= B: serve
     here, and forget that rent. Else forward, and add the round trip to the rent of those blocks (`rent`). A peer that
-    holds no more than the origin is only a shorter queue, and costs no rent. A gateway has no cache to warm: its price
-    of work is that of the mean queue of its candidates, and it counts what a forward would evict at the target.
+    holds no more than the origin is only a shorter queue, and costs no rent. A gateway has no cache to warm, and its
+    price of work is that of the mean queue of its candidates.
     """
 
     def __init__(self) -> None:
         self._rents = Rents()
 
     def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
-        """Sort by priced cost, then let rent decide between the best peer and the origin. O(depth / 32)."""
+        """Sort by priced cost, then let rent decide between the best peer and the origin. O(log depth)."""
         locals_ = [c for c in candidates if c.local]
         local = min(locals_, key=_own_cost) if len(locals_) > 1 else locals_[0] if locals_ else None
         if local is None:
             mean = sum(c.queued for c in candidates) / len(candidates)
-            order = [c for *_, c in sorted((_cost_for_a_gateway(c, mean), rng.random(), c) for c in candidates)]
+            order = [c for *_, c in sorted((_priced(c, mean), rng.random(), c) for c in candidates)]
             reason = "longer cached prefix" if order[0].depth else "shorter wait"
             return Choice(tuple(order), reason, _budget_s(order[0], order[1:2]))
         here, draw = local.queued, rng.random
@@ -170,8 +170,8 @@ _COST = attrgetter("cost_s")
 
 
 def _priced(candidate: Candidate, others: float) -> float:
-    """Expected time to first token, with prefill at a price of work of 1 + `others`."""
-    return candidate.cost_s + others * candidate.prefill_s
+    """Expected time to first token with prefill at a price of 1 + `others`, and the prefill again of what it evicts."""
+    return candidate.cost_s + others * candidate.prefill_s + candidate.s_per_token * _evicted(candidate)
 
 
 def _budget_s(best: Candidate, others: Sequence[Candidate]) -> float:
@@ -189,11 +189,6 @@ def _own_cost(candidate: Candidate) -> float:
 def _evicted(candidate: Candidate) -> float:
     """Tokens that go from the candidate's cache if it serves the prompt."""
     return max(0.0, candidate.prompt_tokens - candidate.matched_tokens - candidate.room_tokens)
-
-
-def _cost_for_a_gateway(candidate: Candidate, others: float) -> float:
-    """Expected time to first token, and of the prefill that is done again later for what this prompt evicts."""
-    return _priced(candidate, others) + candidate.s_per_token * _evicted(candidate)
 
 
 def _cost_and_place(candidate: Candidate) -> tuple[float, bool]:
