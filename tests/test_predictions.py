@@ -41,9 +41,11 @@ def test_two_prompts_share_their_common_blocks(shared: int) -> None:
 def test_a_prompt_counts_as_held_from_the_decision_on() -> None:
     made, there = Predictions(), standing()
     made.sent(1, chain((1, 20), (2, 5)), there, 0.0)
-    assert made.match(chain((1, 20), (3, 5)), 0.0) == [(there, 20)]
-    assert made.match(chain((4, 20)), 0.0) == []
-    assert made.match(TokenChain(SPEC, 5, [1]), 0.0) == []
+    assert made.match(chain((1, 20), (3, 5)), 0.0, {}) == [(there, 20)]
+    assert made.match(chain((1, 20), (3, 5)), 0.0, {there: 19}) == [(there, 20)]
+    assert made.match(chain((1, 20), (3, 5)), 0.0, {there: 20}) == [], "its digest tells as much"
+    assert made.match(chain((4, 20)), 0.0, {}) == []
+    assert made.match(TokenChain(SPEC, 5, [1]), 0.0, {}) == []
     made._check()
 
 
@@ -59,8 +61,8 @@ def test_a_failure_ends_it_and_so_does_time() -> None:
     made.sent(2, chain((1, 9)), there, 5.0)
     made.drop(1)
     made.drop(1)
-    assert len(made.match(chain((1, 9)), LIFETIME_S)) == 1
-    assert made.match(chain((1, 9)), 5.0 + LIFETIME_S) == []
+    assert len(made.match(chain((1, 9)), LIFETIME_S, {})) == 1
+    assert made.match(chain((1, 9)), 5.0 + LIFETIME_S, {}) == []
     assert len(made) == 0
     made._check()
 
@@ -70,12 +72,12 @@ def test_after_the_reply_the_digest_tells_by_itself_two_versions_later() -> None
     there.copy.keys.replace(7, NO_KEYS)
     made.sent(1, chain((1, 9)), there, 0.0)
     there.copy.keys.replace(9, NO_KEYS)
-    assert made.match(chain((1, 9)), 1.0), "before the reply no version ends it"
+    assert made.match(chain((1, 9)), 1.0, {}), "before the reply no version ends it"
     made.served(1)
     there.copy.keys.replace(9 + AGAIN - 1, NO_KEYS)
-    assert made.match(chain((1, 9)), 1.0)
+    assert made.match(chain((1, 9)), 1.0, {})
     there.copy.keys.replace(9 + AGAIN, NO_KEYS)
-    assert made.match(chain((1, 9)), 1.0) == []
+    assert made.match(chain((1, 9)), 1.0, {}) == []
     made.served(1)
 
 
@@ -84,13 +86,13 @@ def test_a_new_life_of_the_target_ends_it() -> None:
     made.sent(1, chain((1, 9)), there, 0.0)
     made.served(1)
     there.copy.incarnation += 1
-    assert made.match(chain((1, 9)), 1.0) == []
+    assert made.match(chain((1, 9)), 1.0, {}) == []
 
 
 def test_a_local_reply_ends_it_for_the_engine_has_told() -> None:
     made, here = Predictions(), standing("a/0", local=True)
     made.sent(1, chain((1, 9)), here, 0.0)
-    assert made.match(chain((1, 9)), 0.0)
+    assert made.match(chain((1, 9)), 0.0, {})
     made.served(1)
     assert len(made) == 0
 
@@ -100,7 +102,7 @@ def test_the_newest_few_are_compared_and_all_is_bounded() -> None:
     spots = [standing(f"n{i}/0") for i in range(COMPARED + 3)]
     for ticket, spot in enumerate(spots):
         made.sent(ticket, chain((1, 8), (ticket + 2, 8)), spot, 0.0)
-    assert [found.standing for found in made.match(chain((1, 8)), 0.0)] == spots[: -COMPARED - 1 : -1]
+    assert [found.standing for found in made.match(chain((1, 8)), 0.0, {})] == spots[: -COMPARED - 1 : -1]
     big = TokenChain(SPEC, 5, list(range(KEPT_TOKENS // 4)))
     for ticket in range(100, 110):
         made.sent(ticket, big, spots[0], 0.0)
@@ -114,8 +116,8 @@ def test_refuted_is_what_an_endpoint_did_not_hold_of_prompts_that_begin_alike() 
         made.sent(ticket, chain((1, 8), (seed, 8)), spot, 0.0)
     made.sent(9, chain((7, 8)), one, 0.0)
     made.refute(chain((1, 8)), one)
-    assert made.match(chain((1, 8)), 0.0) == [(other, 8)]
-    assert made.match(chain((7, 8)), 0.0) == [(one, 8)]
+    assert made.match(chain((1, 8)), 0.0, {}) == [(other, 8)]
+    assert made.match(chain((7, 8)), 0.0, {}) == [(one, 8)]
     made._check()
 
 
