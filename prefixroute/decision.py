@@ -144,6 +144,7 @@ class Explanation(NamedTuple):
                     "age_ms": _ms(c.age_s),
                     "queued": c.queued,
                     "expected": c.predicted,
+                    "evicted_tokens": round(c.evicted_tokens),
                 }
                 for c in d.candidates
             ],

@@ -72,6 +72,11 @@ class Candidate(NamedTuple):
     eviction_age_s: float = inf
     predicted: bool = False
 
+    @property
+    def evicted_tokens(self) -> float:
+        """Tokens that go from the endpoint's cache if it serves the prompt."""
+        return max(0.0, self.prompt_tokens - self.matched_tokens - self.room_tokens)
+
 
 class Send(NamedTuple):
     """Work that joins a peer's queue: a forward of this node's, and what the other origins can be expected to send."""

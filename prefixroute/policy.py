@@ -21,12 +21,11 @@ from .chain import TokenChain
 from .fleet import Candidate
 from .rent import Rents, stretches_of
 
-
 NEEDED_AGAIN = 0.5
 """Share of the tokens evicted for a prompt that will be prefilled again.
 
-All of them where caches together hold everything once (1 gains 2 % more there), next to none of a long tail (0 gains 3 %
-more there), by the simulator.
+All of them where caches together hold everything once (with 1 the mean is 3 % less there), next to none of a long tail
+(with 0 it is 3 % less there), by the simulator.
 """
 
 
@@ -112,7 +111,7 @@ class RentOrBuy:
         stretches = stretches_of(request.chain, local.depth, best.depth)
         paid = self._rents.paid(stretches, now, age_s)
         saved = best.matched_tokens - local.matched_tokens
-        if best.rtt_s + sum(paid) >= local.s_per_token * (price * saved + _evicted(local)):
+        if best.rtt_s + sum(paid) >= local.s_per_token * (price * saved + local.evicted_tokens):
             self._rents.clear(stretches)
             return True
         self._rents.charge(stretches, paid, best.rtt_s, now)
@@ -179,7 +178,8 @@ _COST = attrgetter("cost_s")
 
 def _priced(candidate: Candidate, others: float) -> float:
     """Expected time to first token with prefill at a price of 1 + `others`, and the prefill again of what it evicts."""
-    return candidate.cost_s + others * candidate.prefill_s + NEEDED_AGAIN * candidate.s_per_token * _evicted(candidate)
+    again_s = NEEDED_AGAIN * candidate.s_per_token * candidate.evicted_tokens
+    return candidate.cost_s + others * candidate.prefill_s + again_s
 
 
 def _budget_s(best: Candidate, others: Sequence[Candidate]) -> float:
@@ -192,11 +192,6 @@ def _budget_s(best: Candidate, others: Sequence[Candidate]) -> float:
 
 def _own_cost(candidate: Candidate) -> float:
     return _priced(candidate, candidate.queued)
-
-
-def _evicted(candidate: Candidate) -> float:
-    """Tokens that go from the candidate's cache if it serves the prompt."""
-    return max(0.0, candidate.prompt_tokens - candidate.matched_tokens - candidate.room_tokens)
 
 
 def _cost_and_place(candidate: Candidate) -> tuple[float, bool]:

@@ -52,6 +52,7 @@ def test_an_explanation_is_plain_json_with_every_term_of_every_candidate() -> No
             "age_ms": pytest.approx(1000 * weighed.age_s, abs=0.01),
             "queued": weighed.queued,
             "expected": weighed.predicted,
+            "evicted_tokens": round(weighed.evicted_tokens),
         }
 
 
