@@ -63,7 +63,10 @@ _ASK_AGAIN_S = 5.0
 # Below the five seconds after which uvicorn closes an idle connection, so that none is reused while it closes.
 _KEEPALIVE_S = 2.0
 _DROPPED_REQUEST_HEADERS = frozenset(
-    ("host", "content-length", "connection", "transfer-encoding", "accept-encoding", "keep-alive", HOP_HEADER)
+    (
+        *("host", "content-length", "connection", "transfer-encoding", "accept-encoding", "keep-alive"),
+        *(HOP_HEADER, BUDGET_HEADER),
+    )
 )
 _T = TypeVar("_T")
 
