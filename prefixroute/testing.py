@@ -98,6 +98,13 @@ class PolicyContract:
             assert 0 < len(reason) <= 80
             assert "\n" not in reason
 
+    def test_gives_a_forward_at_least_the_time_it_expects(self) -> None:
+        """A smaller budget would have the target hand back what is as it should be."""
+        rng = random.Random(4)
+        for _ in range(200):
+            choice = self.make_policy().choose(request(), self.field(rng), rng)
+            assert choice.budget_s >= choice.order[0].cost_s
+
     def test_repeats_itself_with_the_same_seed(self) -> None:
         """All randomness comes from the generator that it is given."""
         for seed in range(50):
