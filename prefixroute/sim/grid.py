@@ -62,7 +62,7 @@ class Size(NamedTuple):
     seeds: int
 
 
-QUICK, NORMAL, FULL = Size(60, 12, 800, 1), Size(300, 60, 2000, 3), Size(0, 60, 2500, 3)
+QUICK, NORMAL, FULL = Size(60, 12, 800, 1), Size(300, 60, 1200, 3), Size(0, 60, 2500, 3)
 
 
 def all_cells(requests: int) -> list[CellSettings]:
