@@ -191,6 +191,10 @@ class Standing:
                 at = max(at, send.arrives_at)
         return max(0.0, wait - max(0.0, now + self.rtt_s / 2 - at)) + self.excess_s(now)
 
+    def told_s(self, uncached_tokens: float) -> float:
+        """Return the seconds to a first token there, by its last word alone: its queue, fixed time and rate."""
+        return self._reported_s + self.overhead_s + uncached_tokens / self.rate
+
     def excess_s(self, now: float) -> float:
         """Return the seconds by which first tokens came later than expected, lately: what its reports do not tell.
 

@@ -36,7 +36,10 @@ _OUTCOMES = {kind: f"outcomes_{kind.value.replace(' ', '_')}" for kind in Outcom
 
 @dataclass(slots=True)
 class Flight:
-    """An attempt under way: who has the request, who is left to try, and whether it had to queue behind others."""
+    """An attempt under way: who has the request, who is left to try, and whether it had to queue behind others.
+
+    What was handed back once stays where it goes next; whoever declines it all the same is passed over.
+    """
 
     decision: Decision
     chain: TokenChain
@@ -44,6 +47,7 @@ class Flight:
     left: list[str]
     sent_at: float
     queued: bool = False
+    handed_back: bool = False
 
 
 class Router:
@@ -147,7 +151,7 @@ class Router:
         if outcome.kind in (OutcomeKind.SERVED, OutcomeKind.CANCELLED):
             del self.flights[ticket]
             return None
-        if outcome.kind is OutcomeKind.DECLINED:
+        if outcome.kind is OutcomeKind.DECLINED and not flight.handed_back:
             return self._anew(flight, now)
         return self._next(flight, now)
 
@@ -231,6 +235,7 @@ class Router:
 
     def _anew(self, flight: Flight, now: float) -> str:
         """Decide again for a prompt that its target handed back. Whoever gets it now keeps it."""
+        flight.handed_back = True
         flight.decision, best = self._decide(flight.decision.id, flight.chain, False, now, flight.target)
         flight.target, flight.left, flight.sent_at = best.endpoint, list(flight.decision.fallbacks), now
         self._book(flight, self.fleet.standings[best.endpoint], best, now)
@@ -281,9 +286,20 @@ class Router:
         if load is not None:
             # It was true when the reply was sent.
             standing.reply = (load, now - standing.rtt_s / 2)
+        if outcome.kind is OutcomeKind.DECLINED:
+            self._judge_decline(flight, standing, outcome.cached_tokens, now)
         if outcome.kind is OutcomeKind.REFUSED or (load is not None and load.refusing):
             standing.refused_until = now + self._refusal_s
             standing.refusal = outcome.reason or (load.reason if load is not None else "")
+
+    def _judge_decline(self, flight: Flight, standing: Standing, held_tokens: int | None, now: float) -> None:
+        """Charge an endpoint that declines although, by what it tells of itself, it would have been in time."""
+        candidate, budget_s = self._candidate(flight, standing), flight.decision.budget_s
+        standing.refresh(now)
+        held = candidate.matched_tokens if held_tokens is None else held_tokens
+        told_s = standing.told_s(candidate.prompt_tokens - held)
+        if not standing.local and told_s < budget_s < inf:
+            standing.surprised(budget_s, told_s, now)
 
     def _compare_hit(self, flight: Flight, standing: Standing, cached_tokens: int | None) -> None:
         """Hold what was predicted against the engine's own count; misses lower the trust in this endpoint's digest."""

@@ -94,6 +94,35 @@ def test_a_prompt_that_is_handed_back_for_want_of_its_prefix_lowers_the_trust() 
     assert node.counters["predicted_tokens"] == 0, "nothing was served"
 
 
+def test_what_was_handed_back_walks_the_fallbacks_if_everybody_declines() -> None:
+    net, node, tokens = three_holders()
+    decision = node.route(tokens, net.now)
+    walked = [node.report(decision, Outcome.declined(), net.now) for _ in range(4)]
+    assert walked == ["n2/0", "n3/0", "n0/0", None]
+    assert node.stats(net.now).in_flight == 0
+    check(net)
+
+
+def test_an_endpoint_that_declines_without_a_cause_is_avoided_after_a_while() -> None:
+    net, node, tokens = three_holders()
+    targets = []
+    for _ in range(40):
+        decision = node.route(tokens, net.now)
+        targets.append(decision.target)
+        if decision.target == "n1/0":
+            node.report(decision, Outcome.declined(IDLE, 1024), net.now)
+        node.report(decision, Outcome.cancelled(), net.now)
+    assert 0 < targets.count("n1/0") < 10
+    assert targets[-1] == "n2/0"
+    # One whose queue explains it is charged nothing: it is free again when the queue is gone.
+    honest = node.route(tokens, net.now)
+    assert honest.target == "n2/0"
+    node.report(honest, Outcome.declined(queue(9.0), 768), net.now)
+    net.run(10.0)
+    row = next(row for row in node.stats(net.now).endpoints if row.endpoint == "n2/0")
+    assert row.wait_s == pytest.approx(0.0, abs=0.01)
+
+
 def test_the_only_endpoint_of_a_gateway_gets_back_what_it_declined() -> None:
     net = mesh(1)
     gateway = new("gw")
