@@ -1,12 +1,22 @@
 """``prefixroute replay``: apply a recorded event stream and print what the engine must hold at its end.
 
-A stream is a folder of payloads named by sequence number (NNNNN.msgpack), or one payload. Below a folder without
-payloads each sub-folder is a stream of its own; a payload that is not named by a number is one as well.
+A stream is a folder of payloads named by sequence number (NNNNN.msgpack), or one file:
+
+| file                  | holds                                                                               |
+|-----------------------|-------------------------------------------------------------------------------------|
+| .msgpack              | a payload; or payloads in a row from number 0, each behind its length               |
+| .frames, .bin         | messages in a row: a frame count, then each frame behind its length; the payload is |
+|                       | the last frame, the number in 8 bytes (big-endian) the one before it                |
+
+Lengths and counts are 4 bytes, big-endian. Below a folder without numbered payloads each sub-folder is a stream of its
+own; a file that is not named by a number is one as well.
 
 Rules:
 1. Each stream and each rank in it has a residency of its own, as each has in a running node.
 2. A number that is missing is a gap, and a first number above 0 is a truncated history: both make the rank partial.
 3. A payload that cannot be decoded is counted, and is a gap of one.
+4. A file is payloads or messages in a row only if they fill it exactly. No payload of an engine looks like that: its
+   first byte, that of an array, would be a length of gigabytes.
 """
 
 from __future__ import annotations
@@ -24,38 +34,85 @@ from .events import EngineBatch, StreamGap
 from .residency import Residency
 
 SUFFIX = ".msgpack"
+SUFFIXES_OF_MESSAGES = (".frames", ".bin")
+_LENGTH = 4
 TOTALS = ("stored", "removed", "unknown_events", "unknown_removals", "hash_only", "orphans", "gaps", "restarts")
 """Counters of a residency that the report adds up, in blocks but for `unknown_events`, `gaps` and `restarts`."""
 
 
 class Payload(NamedTuple):
-    """One recorded message; `seq` is None when its name is no number."""
+    """One recorded message; `seq` is None when nothing tells its number."""
 
     seq: int | None
-    path: Path
+    data: bytes
 
 
-def streams(source: Path) -> Iterator[tuple[str, list[Payload]]]:
+def streams(source: Path) -> Iterator[tuple[str, Iterator[Payload]]]:
     """Yield the streams at or below `source`: a name, and the payloads in order. Raises `UsageError` without any."""
     if source.is_file():
-        yield source.name, [Payload(None, source)]
+        yield source.name, payloads_of(source)
         return
     if not source.is_dir():
         raise UsageError(f"{source}: no such file or folder")
     found = False
     for folder in [source, *sorted(path for path in source.rglob("*") if path.is_dir())]:
         files = sorted(folder.glob(f"*{SUFFIX}"))
-        label = str(folder.relative_to(source))
-        numbered = sorted(Payload(int(path.stem), path) for path in files if path.stem.isdecimal())
+        numbered = sorted((int(path.stem), path) for path in files if path.stem.isdecimal())
         if numbered:
             found = True
-            yield label, numbered
+            yield str(folder.relative_to(source)), (Payload(seq, path.read_bytes()) for seq, path in numbered)
+        files += sorted(path for path in folder.iterdir() if path.is_file() and _holds_messages(path))
         for path in files:
             if not path.stem.isdecimal():
                 found = True
-                yield str(path.relative_to(source)), [Payload(None, path)]
+                yield str(path.relative_to(source)), payloads_of(path)
     if not found:
-        raise UsageError(f"{source}: no {SUFFIX} payload in it or below it")
+        raise UsageError(f"{source}: no {SUFFIX} payload and no recording in it or below it")
+
+
+def payloads_of(path: Path) -> Iterator[Payload]:
+    """Yield the payloads of one file. Raises `UsageError` for what is named as a file of messages and is none."""
+    data = path.read_bytes()
+    if path.suffix not in SUFFIXES_OF_MESSAGES:
+        rows = _rows(data)
+        yield from [Payload(None, data)] if rows is None else [Payload(seq, row) for seq, row in enumerate(rows)]
+        return
+    messages = _messages(data)
+    if messages is None:
+        raise UsageError(f"{path}: not a recording of messages: pass frame counts and frames, each behind its length")
+    for frames in messages:
+        numbered = len(frames) > 1 and len(frames[-2]) == 8
+        yield Payload(int.from_bytes(frames[-2], "big") if numbered else None, frames[-1] if frames else b"")
+
+
+def _holds_messages(path: Path) -> bool:
+    return path.suffix in SUFFIXES_OF_MESSAGES and _messages(path.read_bytes()) is not None
+
+
+def _rows(data: bytes) -> list[bytes] | None:
+    """Byte strings in a row, each behind its length; None if `data` is nothing of the kind."""
+    rows, at = [], 0
+    while at < len(data):
+        start = at + _LENGTH
+        at = start + int.from_bytes(data[at:start], "big")
+        rows.append(data[start:at])
+    return rows if rows and at == len(data) else None
+
+
+def _messages(data: bytes) -> list[list[bytes]] | None:
+    """Messages in a row, each a frame count and its frames; None if `data` is nothing of the kind."""
+    messages, at = [], 0
+    while at + _LENGTH <= len(data):
+        count, at = int.from_bytes(data[at : at + _LENGTH], "big"), at + _LENGTH
+        frames: list[bytes] = []
+        while len(frames) < count and at + _LENGTH <= len(data):
+            start = at + _LENGTH
+            at = start + int.from_bytes(data[at:start], "big")
+            frames.append(data[start:at])
+        if len(frames) < count:
+            return None
+        messages.append(frames)
+    return messages if messages and at == len(data) else None
 
 
 class StreamReplay:
@@ -75,7 +132,7 @@ class StreamReplay:
         """Apply one message, and a gap before it if numbers are missing."""
         self.messages += 1
         try:
-            batch = self._decode(payload.path.read_bytes())
+            batch = self._decode(payload.data)
         except DecodeError:
             # The next message then finds a number missing.
             self.undecodable += 1
@@ -115,7 +172,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", type=Path, metavar="DIR_OR_FILE", help="a recorded stream, a folder of them, a payload"
     )
-    parser.add_argument("--engine", default="vllm", help="whose format it is (vllm)")
+    parser.add_argument("--engine", default="vllm", help="whose format it is: vllm, sglang (vllm)")
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="canonical block in tokens (16)")
     parser.add_argument("--json", metavar="FILE", help='write the report as JSON ("-": standard output)')
 

@@ -1,4 +1,4 @@
-"""Test kits for those who build on this library: a contract for policies, and nodes joined in memory on virtual time.
+"""Test kits for those who build on this library: contracts for policies and adapters, and nodes joined in memory.
 
 Rules:
 1. Plain asserts, no test framework: subclass a contract in a module of your own tests, and pytest or unittest runs it.
@@ -9,18 +9,32 @@ Rules:
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from hashlib import blake2b
 from heapq import heappop, heappush
 
 from .chain import pack_tokens
 from .domain import Domain
-from .errors import UsageError
-from .events import DEFAULT_NAMESPACE, GPU, BlocksStored, ContentSpan, EngineBatch, Namespace
+from .errors import DecodeError, UsageError
+from .events import (
+    DEFAULT_NAMESPACE,
+    GPU,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    ContentSpan,
+    EngineBatch,
+    Handle,
+    Namespace,
+    StreamGap,
+    StreamRestarted,
+)
 from .fleet import Candidate
 from .load import PushBackState
 from .node import Node
 from .policy import Policy, Request
+from .residency import Residency
 
 
 def candidate(
@@ -127,6 +141,127 @@ class PolicyContract:
         for seed in range(20):
             self.make_policy().choose(request(), self.field(random.Random(seed)), random.Random(seed))
         assert random.getstate() == before
+
+
+class AdapterContract:
+    """What every engine adapter must keep. Subclass it, and return your decoder and recordings of your engine.
+
+    A recording is one life of one rank: the payloads of its messages, in order, from the first one on. Record a few
+    with a small cache, so that blocks are evicted too, and without the lines that no adapter can map (`mappable`).
+    """
+
+    domain = Domain("model", "tokenizer", block_size=16)
+
+    def decode(self, payload: bytes) -> EngineBatch:
+        """Return what a payload says; raise `DecodeError` for one that cannot be read."""
+        raise UsageError("a contract needs a decoder: return what your adapter makes of a payload from decode")
+
+    def recordings(self) -> Sequence[Sequence[bytes]]:
+        """Return at least one recording, of blocks that come and go."""
+        raise UsageError("a contract needs recordings: return payloads of your engine from recordings")
+
+    def test_reads_its_recordings_whole(self) -> None:
+        """Nothing in them is unknown, and what they store can be matched."""
+        gone = 0
+        for recording in self.recordings():
+            residency = Residency(self.domain)
+            for payload in recording:
+                residency.apply(self.decode(payload))
+                # What goes is counted net: an engine that tells whole states removes nothing by name.
+                gone += len(residency.take_changes().removed)
+            counts = residency.counts
+            assert counts.unknown_events == counts.unknown_removals == counts.orphans == counts.hash_only == 0, counts
+            assert counts.stored > 0
+            assert not residency.partial
+        assert gone > 0, "no recording evicts anything: record one with a small cache"
+
+    def test_stores_come_with_the_tokens_of_their_blocks(self) -> None:
+        """As many as the blocks hold, or none at all."""
+        for event in self._stores():
+            assert event.block_size > 0
+            assert len(event.tokens) in (0, len(event.handles) * event.block_size)
+            assert all(0 <= token < 1 << 32 for token in event.tokens)
+            assert all(0 <= item.start < len(event.tokens) for item in event.contents)
+
+    def test_copies_are_counted(self) -> None:
+        """The mirror holds each block as often as it was stored and not removed."""
+        for recording in self.recordings():
+            copies: Counter[tuple[str, int, Handle]] = Counter()
+            for event in (event for payload in recording for event in self.decode(payload).events):
+                if isinstance(event, BlocksStored):
+                    copies.update((event.tier, event.group, handle) for handle in event.handles)
+                elif isinstance(event, BlocksRemoved):
+                    for row in [(event.tier, event.group, handle) for handle in event.handles]:
+                        assert copies[row] > 0, "removed more often than stored"
+                        copies[row] = 0 if event.last_copy else copies[row] - 1
+                elif isinstance(event, BlocksCleared):
+                    for row in [row for row in copies if event.tier in (None, row[0])]:
+                        del copies[row]
+                elif isinstance(event, StreamRestarted):
+                    copies.clear()
+            rows: dict[tuple[str, int], list[int]] = {}
+            for (tier, group, _), n in copies.items():
+                if n:
+                    rows.setdefault((tier, group), []).append(n)
+            told = [(tier, group, len(ns), sum(ns)) for (tier, group), ns in sorted(rows.items())]
+            assert [tuple(row) for row in self._applied(recording).live()] == told
+
+    def test_a_life_that_is_told_again_is_held_once(self) -> None:
+        """A replay from the beginning, after the mark of a new life, ends where the first telling did."""
+        for recording in self.recordings():
+            once, twice = self._applied(recording), self._applied(recording)
+            twice.apply(EngineBatch((StreamRestarted(),)))
+            for payload in recording:
+                twice.apply(self.decode(payload))
+            twice._check()
+            assert sorted(once.keys()) == sorted(twice.keys())
+            assert once.live() == twice.live()
+
+    def test_a_lost_message_is_doubted_and_never_raises(self) -> None:
+        """Whatever message is lost, the mirror stays whole; what it holds counts for less."""
+        rng = random.Random(1)
+        for recording in self.recordings():
+            for lost in rng.sample(range(len(recording)), min(8, len(recording))):
+                residency = Residency(self.domain)
+                for i, payload in enumerate(recording):
+                    residency.apply(EngineBatch((StreamGap(1),)) if i == lost else self.decode(payload))
+                    residency._check()
+                assert residency.counts.gaps == 1
+
+    def test_bad_bytes_are_a_decode_error_or_a_batch(self) -> None:
+        """Cut, flipped and made-up payloads: an adapter meets all of them."""
+        rng = random.Random(2)
+        payloads = [b"", b"\x00", b"\xc1", b"null", rng.randbytes(100)]
+        for recording in self.recordings():
+            for payload in rng.sample(list(recording), min(20, len(recording))):
+                payloads.append(payload[: rng.randrange(len(payload) + 1)])
+                for _ in range(10):
+                    flipped = bytearray(payload)
+                    flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
+                    payloads.append(bytes(flipped))
+        read = 0
+        for payload in payloads:
+            try:
+                batch = self.decode(payload)
+            except DecodeError:
+                continue
+            read += 1
+            residency = Residency(self.domain)
+            residency.apply(batch)
+            residency._check()
+        assert read < len(payloads), "nothing is refused"
+
+    def _stores(self) -> Iterator[BlocksStored]:
+        for recording in self.recordings():
+            for payload in recording:
+                yield from (event for event in self.decode(payload).events if isinstance(event, BlocksStored))
+
+    def _applied(self, recording: Sequence[bytes]) -> Residency:
+        residency = Residency(self.domain)
+        for payload in recording:
+            residency.apply(self.decode(payload))
+        residency._check()
+        return residency
 
 
 def stored(

@@ -1,20 +1,39 @@
-"""Any bytes into the decoder, the codec and a node: a value or `DecodeError`, no other exception, bounded memory."""
+"""Any bytes into the decoders of gossip and of both engines, the codec and a node: a value or `DecodeError`, no other
+exception, bounded memory.
+"""
 
 from __future__ import annotations
 
 import random
 import runpy
 import tracemalloc
+from array import array
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import prefixroute_sglang
+import prefixroute_vllm
 import pytest
+import sglang_streams
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prefixroute import DatagramRejected, DecodeError, Node, NodeSettings
+from prefixroute import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    DatagramRejected,
+    DecodeError,
+    Domain,
+    EngineBatch,
+    Node,
+    NodeSettings,
+    Residency,
+    UnknownEvent,
+)
 from prefixroute.codec import decode_sorted, encode_sorted
 from prefixroute.digest import (
     HEADER_BYTES,
@@ -276,3 +295,151 @@ def test_parts_without_keys_leave_a_vector_that_still_fits() -> None:
     assert wanted is not None
     assert len(wanted.missing) == MAX_MISSING
     assert isinstance(node._gossip.copies["a/0"].assembly, Assembly)
+
+
+# --- the decoders of engines' events -----------------------------------------------------------------------
+
+
+class Wire(NamedTuple):
+    """One engine's decoder, fields of its events, and real payloads."""
+
+    decode: Callable[[bytes], EngineBatch]
+    batch_of: Callable[[object, int], EngineBatch]
+    is_handle: Callable[[object], bool]
+    fields: list[str]
+    seeds: list[bytes]
+
+
+VLLM_FILES = sorted((FOLDER.parent / "vllm_events").rglob("*.msgpack"))
+COMMON = [
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+]
+WIRES = {
+    "vllm": Wire(
+        prefixroute_vllm.decode_batch,
+        prefixroute_vllm.batch_of,
+        lambda handle: type(handle) is int and 0 <= handle < 1 << 64,
+        [*COMMON, "group_idx", "kv_cache_spec_kind", "locality", "remaining_copy_counts"],
+        [path.read_bytes() for path in VLLM_FILES],
+    ),
+    "sglang": Wire(
+        prefixroute_sglang.decode_batch,
+        prefixroute_sglang.batch_of,
+        lambda handle: type(handle) in (int, bytes),
+        [*COMMON, "cache_salt", "session_id", "element 8"],
+        [data for name in sglang_streams.SMALL for data in sglang_streams.payloads(name) if len(data) < 20_000],
+    ),
+}
+TAGS = st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "TierBlocksCleared", "X"])
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=4)
+    | st.binary(max_size=9)
+)
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+INTS = st.lists(st.integers(-(2**63), 2**64 - 1), max_size=4)
+PAIRS = st.lists(st.lists(st.integers(0, 2**33), min_size=2, max_size=2), max_size=4)
+# Values that are nearly right get further than any.
+VALUES = ANYTHING | INTS | PAIRS | st.integers(0, 4) | st.sampled_from(["GPU", "CPU", "DISK", {"cache_salt": "s"}])
+
+
+def arrays() -> st.SearchStrategy[object]:
+    return st.builds(lambda tag, rest: [tag, *rest], TAGS, st.lists(VALUES, max_size=12))
+
+
+def maps(wire: Wire) -> st.SearchStrategy[object]:
+    fields = st.dictionaries(st.sampled_from(wire.fields), VALUES)
+    return st.builds(lambda tag, fields: {"type": tag, **fields}, TAGS, fields)
+
+
+def assert_total(wire: Wire, payload: bytes) -> EngineBatch | None:
+    """A batch of usable events, or an error of a known kind; and a residency that takes what there is."""
+    try:
+        batch = wire.decode(payload)
+    except DecodeError as error:
+        assert error.kind in {"too_large", "malformed", "depth", "shape", "timestamp", "rank"}
+        return None
+    for event in batch.events:
+        assert isinstance(event, BlocksStored | BlocksRemoved | BlocksCleared | UnknownEvent)
+        if isinstance(event, BlocksStored | BlocksRemoved):
+            assert all(wire.is_handle(handle) for handle in event.handles)
+            assert event.tier == event.tier.lower() != ""
+        if isinstance(event, BlocksStored):
+            assert isinstance(event.tokens, array) and event.tokens.typecode == "I"
+            assert 0 <= event.block_size <= 1 << 20
+            assert all(0 <= item.start < len(event.handles) * event.block_size for item in event.contents)
+    residency = Residency(Domain("m", "t", 16))
+    residency.apply(batch)
+    residency._check()
+    return batch
+
+
+@pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
+class TestEngineDecoder:
+    @given(payload=st.binary(max_size=400))
+    @settings(max_examples=300, deadline=None)
+    def test_any_bytes_give_a_batch_or_a_decode_error(self, wire: Wire, payload: bytes) -> None:
+        assert_total(wire, payload)
+
+    @given(data=st.data())
+    @settings(max_examples=300, deadline=None)
+    def test_mutated_real_payloads_give_a_batch_or_a_decode_error(self, wire: Wire, data: st.DataObject) -> None:
+        payload = bytearray(data.draw(st.sampled_from(wire.seeds)))
+        for _ in range(data.draw(st.integers(1, 6))):
+            at = data.draw(st.integers(0, len(payload) - 1))
+            payload[at : at + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=4))
+            if not payload:
+                break
+        assert_total(wire, bytes(payload))
+
+    @given(data=st.data(), ts=ANYTHING, rank=ANYTHING)
+    @settings(max_examples=300, deadline=None)
+    def test_a_bad_event_never_drops_its_siblings(
+        self, wire: Wire, data: st.DataObject, ts: object, rank: object
+    ) -> None:
+        good: dict[str, object] = {"type": "BlockStored", "block_hashes": [3], "token_ids": [1, 2], "block_size": 2}
+        events = data.draw(st.lists(arrays() | maps(wire) | ANYTHING, max_size=5))
+        assert_total(wire, msgspec.msgpack.encode([ts, events, rank]))
+        batch = assert_total(wire, msgspec.msgpack.encode([1.0, [good, *events, ["BlockRemoved", [5]]]]))
+        assert batch is not None
+        assert batch.events[0] == BlocksStored((3,), None, array("I", [1, 2]), 2)
+        assert batch.events[-1] == BlocksRemoved((5,))
+        assert len(batch.events) >= len(events) + 2
+
+    @given(
+        events=st.lists(ANYTHING | st.builds(array, st.just("q"), INTS.map(lambda xs: [x % 9 for x in xs])), max_size=4)
+    )
+    @settings(max_examples=100, deadline=None)
+    def test_any_object_gives_a_batch_or_a_decode_error(self, wire: Wire, events: list[object]) -> None:
+        for batch in ([], None, ObjectBatch(None, events), ObjectBatch(1.0, None)):
+            with pytest.raises(DecodeError):
+                wire.batch_of(batch, 0)
+        found = wire.batch_of(ObjectBatch(1.0, [*events, BlockRemoved([5])]), 0)
+        assert len(found.events) == len(events) + 1
+        assert found.events[-1] == BlocksRemoved((5,))
+
+
+class ObjectBatch(NamedTuple):
+    ts: object
+    events: object
+
+
+class BlockRemoved:
+    """As an engine's own struct: named by its tag, its fields are attributes."""
+
+    def __init__(self, block_hashes: list[int]) -> None:
+        self.block_hashes = block_hashes

@@ -32,7 +32,13 @@ FORBIDDEN = {
     "networks": {"socket", "selectors", "ssl", "http", "urllib", "zmq", "httpx", "starlette", "uvicorn"},
     "threads and loops": {"threading", "_thread", "asyncio", "multiprocessing", "concurrent", "subprocess", "signal"},
     "chance": {"secrets", "uuid"},
-    "engines": {"vllm", "sglang", "torch", "transformers", "prefixroute_vllm", "prefixroute_sglang"},
+    "engines": {
+        "vllm",
+        "sglang",
+        "torch",
+        "transformers",
+        *(f"prefixroute_{name}" for name in ("zmq", "vllm", "sglang")),
+    },
     "edges": {f"prefixroute.{name}" for name in EDGES | FOLDERS} | {"prefixroute_lan4"},
 }
 PUBLIC_MODULES = {"aio", "emulator", "errors", "events", "load", "metrics", "policy", "residency", "sim", "testing"}

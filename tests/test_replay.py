@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,34 @@ def test_errors_are_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1
+
+
+def framed(messages: dict[int, bytes]) -> bytes:
+    rows = [(b"kv", struct.pack(">Q", seq), data) for seq, data in messages.items()]
+    return b"".join(struct.pack(">I", 3) + b"".join(struct.pack(">I", len(f)) + f for f in row) for row in rows)
+
+
+def test_a_file_of_messages_is_a_stream_with_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = list(range(48))
+    payloads = [[stored([i], i - 1 if i else None, tokens[16 * i : 16 * i + 16], 16)] for i in range(3)]
+    encoded = [msgspec.msgpack.encode([float(i), events, 0]) for i, events in enumerate(payloads)]
+    (tmp_path / "whole.frames").write_bytes(framed(dict(enumerate(encoded))))
+    (tmp_path / "holed.bin").write_bytes(framed({0: encoded[0], 2: encoded[2]}))
+    (tmp_path / "foreign.bin").write_bytes(b"not a recording")
+    (tmp_path / "rows.msgpack").write_bytes(b"".join(struct.pack(">I", len(data)) + data for data in encoded))
+    whole, holed, rows = (replay(capsys, tmp_path / name) for name in ("whole.frames", "holed.bin", "rows.msgpack"))
+    assert (whole["messages"], whole["canonical_blocks"], whole["gaps"]) == (3, 3, 0)
+    assert (rows["messages"], rows["canonical_blocks"], rows["gaps"]) == (3, 3, 0)
+    assert (holed["messages"], holed["canonical_blocks"], holed["gaps"], holed["orphans"]) == (2, 1, 1, 1)
+    assert replay(capsys, tmp_path)["messages"] == 8
+
+
+def test_what_is_named_as_messages_and_is_none_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = framed({0: b"x"})
+    for data in (b"", b"not a recording", good[:-1], good + b"\0", b"\xff" * 40):
+        (tmp_path / "bad.frames").write_bytes(data)
+        assert main(["replay", str(tmp_path / "bad.frames")]) == 2
+        assert "not a recording of messages" in capsys.readouterr().err
 
 
 def test_a_folder_without_payloads_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

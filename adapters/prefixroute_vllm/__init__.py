@@ -10,17 +10,15 @@ and need ``pip install 'prefixroute[vllm]'``; they are imported on first use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from prefixroute.events import EngineBatch
+from prefixroute_zmq import Action, Engine, EventSource, ReplayRequest, Sequencer, SequencerStats
+from prefixroute_zmq.lazy import on_first_use
 
-from .decode import decode_batch
-from .sequence import Action, ReplayRequest, Sequencer, SequencerStats
+from .decode import ENGINE, batch_of, decode_batch
 
 if TYPE_CHECKING:
-    from .discovery import EventSource, discover
+    from .discovery import discover
     from .follow import Follower, FollowerStats
     from .probe import LoadProbe
 
@@ -35,38 +33,11 @@ __all__ = [
     "ReplayRequest",
     "Sequencer",
     "SequencerStats",
+    "batch_of",
     "decode_batch",
     "discover",
 ]
 
-_ON_FIRST_USE = {
-    "EventSource": "discovery",
-    "Follower": "follow",
-    "FollowerStats": "follow",
-    "LoadProbe": "probe",
-    "discover": "discovery",
-}
+_ON_FIRST_USE = {"Follower": "follow", "FollowerStats": "follow", "LoadProbe": "probe", "discover": "discovery"}
 
-
-class Engine(NamedTuple):
-    """What the entry-point group ``prefixroute.engines`` offers: a name, and bytes to events."""
-
-    name: str
-    decode: Callable[[bytes], EngineBatch]
-
-
-ENGINE = Engine("vllm", decode_batch)
-"""Found by its name through the entry-point group."""
-
-
-def __getattr__(name: str) -> object:
-    if name not in _ON_FIRST_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)
-    except ModuleNotFoundError as error:
-        if error.name not in ("zmq", "httpx"):
-            raise
-        raise ModuleNotFoundError(
-            f"{name} needs {error.name}: pip install 'prefixroute[vllm]'", name=error.name
-        ) from error
+__getattr__ = on_first_use(__name__, _ON_FIRST_USE, "vllm")

@@ -166,7 +166,7 @@ class Cluster:
         """Drop the engine's cached blocks. An engine refuses while a request still holds some: ask again."""
         deadline = time.monotonic() + _RESET_S
         while True:
-            reply = await self._client.post(f"{engine.url}/reset_prefix_cache", timeout=_RESET_S)
+            reply = await self._client.post(f"{engine.url}{engine.reset_path}", timeout=_RESET_S)
             if reply.status_code == 200 and reply.content.replace(b" ", b"") != b'{"success":false}':
                 break
             if time.monotonic() > deadline:

@@ -24,6 +24,7 @@ from .processes import ChildProcess
 LAUNCHERS = {
     "emulated": ("prefixroute_lan4.engines", "EmulatedLauncher"),
     "vllm": ("prefixroute_lan4.vllm_engine", "VllmLauncher"),
+    "sglang": ("prefixroute_lan4.sglang_engine", "SglangLauncher"),
 }
 """Engine kind -> module and class of its launcher."""
 
@@ -53,7 +54,7 @@ class RunningEngine:
     """An engine that was started; endpoints as in its ``--kv-events-config``.
 
     `model` is the name that requests must carry. `prefill_tokens_per_s` is a first guess for the sidecar,
-    0 when nothing is known. `block_size` is the engine's own, in tokens.
+    0 when nothing is known. `block_size` is the engine's own, in tokens. A POST to `reset_path` empties its cache.
     """
 
     url: str
@@ -63,6 +64,7 @@ class RunningEngine:
     replay_endpoint: str
     block_size: int
     prefill_tokens_per_s: float
+    reset_path: str = "/reset_prefix_cache"
 
 
 class Launcher(Protocol):

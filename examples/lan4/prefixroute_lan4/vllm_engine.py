@@ -31,6 +31,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 
@@ -255,7 +256,23 @@ def serve_environment(spec: EngineSpec, settings: VllmSettings, scratch: Path) -
     }
 
 
-async def ensure_model(settings: VllmSettings) -> Path:
+class ModelHome(Protocol):
+    """Where a made-up model belongs, and the interpreter that can build it."""
+
+    @property
+    def preset(self) -> str:
+        """The model's name in `build_model.PRESETS`."""
+
+    @property
+    def python(self) -> Path:
+        """The interpreter that has `tokenizers` and `transformers`."""
+
+    @property
+    def model_dir(self) -> Path:
+        """The folder to make."""
+
+
+async def ensure_model(settings: ModelHome) -> Path:
     """Return the made-up model's folder, built on first use; ProcessError with the builder's last words.
 
     Safe when several launchers come at once: each builds aside, the first to finish puts its folder in place.
@@ -286,9 +303,12 @@ async def ensure_model(settings: VllmSettings) -> Path:
     return final
 
 
-def shared_memory_of(group: int) -> set[Path]:
-    """Return the named shared memory that the processes of a group have mapped; empty where there is no /proc."""
-    segments: set[Path] = set()
+def shared_memory_of(group: int, names: str = r"psm_\w+") -> set[Path]:
+    """Return the named shared memory that the processes of a group have mapped; empty where there is no /proc.
+
+    `names` is a regular expression of the names to look for.
+    """
+    inodes: set[int] = set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if os.getpgid(int(entry.name)) != group:
@@ -296,5 +316,8 @@ def shared_memory_of(group: int) -> set[Path]:
             maps = (entry / "maps").read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue  # ended meanwhile, or not ours
-        segments.update(Path(name) for name in re.findall(r"/dev/shm/psm_\w+", maps))
-    return segments
+        # by number: a semaphore is mapped under a first name, then linked to the one that stays
+        inodes.update(int(number) for number in re.findall(r" (\d+) +/dev/shm/", maps))
+    if not inodes:
+        return set()
+    return {Path(e.path) for e in os.scandir("/dev/shm") if e.inode() in inodes and re.fullmatch(names, e.name)}

@@ -1,7 +1,7 @@
 """Order of one rank's stream: live messages and replay answers in, batches in engine order out.
 
-vLLM numbers its messages from 0 in every process and names no process on the wire, so a number alone cannot tell
-a gap from a restart. Rules:
+vLLM and SGLang number their messages from 0 in every process and name no process on the wire, so a number alone
+cannot tell a gap from a restart. Rules:
 1. What was applied last is remembered as (sequence, timestamp). A replay starts at that message *inclusive*: if it
    comes back with its timestamp the life is the same; if not, life or history is lost and the view is cleared.
    A message that cannot be decoded has no timestamp and cannot vouch for a life.
@@ -29,7 +29,8 @@ a gap from a restart. Rules:
 | any         | no end in time                      | as at the end; not verified: gap                      |
 
 A restart that hides behind the very number that was expected next cannot be seen from numbers. It shows as a new
-connection, hence `connected`: it replays from n even though nothing seems to be missing.
+connection, hence `connected`: it replays from n even though nothing seems to be missing. SGLang's first message of a
+life clears everything; it needs no rule of its own, because its number and timestamp tell the new life already.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ from prefixroute.errors import UsageError
 from prefixroute.events import EngineBatch, EngineEvent, StreamGap, StreamRestarted
 
 REPLAY_TIMEOUT_S: Final = 2.0
-"""Silence after which a replay is given up. The engine answers between batches, up to 0.1 s later (0.32.0)."""
+"""Silence after which a replay is given up. The engine answers between batches, up to 0.1 s later (vLLM 0.32.0)."""
 
 MAX_HELD: Final = 4096
 """Live messages held during a replay. What exceeds it is dropped and found missing, and replayed, afterwards."""
 
 MAX_REPLAYS: Final = 16
-"""Requests in a row that may each bring a part of a long history: before 0.33 a reply loses what exceeds the
+"""Requests in a row that may each bring a part of a long history: before vLLM 0.33 a reply loses what exceeds the
 socket's high-water mark of 1,000 messages, and the engine keeps 10,000."""
 
 BUFFER_STEPS: Final = 10_000
-"""Messages that the engine keeps for replay, vLLM's default."""
+"""Messages that the engine keeps for replay, the default of vLLM and SGLang."""
 
 _NOTHING: Final = -1
 _TS_UNKNOWN: Final = math.nan

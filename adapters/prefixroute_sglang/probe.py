@@ -1,0 +1,74 @@
+"""Ask an SGLang engine for its load: ``GET /v1/loads``, and the metrics page where that is not known.
+
+Rules, beside those of `prefixroute_zmq.probe` and `load`:
+1. The metrics page (``--enable-metrics``) tells neither the backlog in tokens nor the prefill rate.
+2. Its gauges are of the last step: after the last request they go on saying what that one used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import httpx
+from prefixroute_zmq.http import TIMEOUT_S, fetch_json
+from prefixroute_zmq.probe import REFUSING_FOR_S, HttpProbe, as_count, parse_samples, whole
+
+from prefixroute.load import LoadReport
+
+from .load import Reporter, stats_of_loads
+
+__all__ = ["REFUSING_FOR_S", "LoadProbe", "load_reports"]
+
+_RUNNING: Final = "sglang:num_running_reqs"
+_WAITING: Final = "sglang:num_queue_reqs"
+_USED: Final = "sglang:kv_used_tokens"
+_USAGE: Final = "sglang:token_usage"
+_CAPACITY: Final = "sglang:max_total_num_tokens"
+_WANTED: Final = frozenset({_RUNNING, _WAITING, _USED, _USAGE, _CAPACITY})
+
+
+class LoadProbe(HttpProbe):
+    """Asks one API server for the load of the SGLang engine behind it, one report a data-parallel rank.
+
+    The prefill rate is that between two readings, so keep the probe.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        refusing_for_s: float = REFUSING_FOR_S,
+        client: httpx.AsyncClient | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(base_url, timeout_s=timeout_s, refusing_for_s=refusing_for_s, client=client, clock=clock)
+        self._reporter = Reporter()
+
+    async def _ask(self) -> dict[int, LoadReport]:
+        answer = await fetch_json(f"{self._url}/v1/loads", self._timeout_s, self._client)
+        reports = {stat.rank: self._reporter.report(stat) for stat in stats_of_loads(answer)}
+        return reports or load_reports(await self._metrics())
+
+
+def load_reports(page: str) -> dict[int, LoadReport]:
+    """Return what an SGLang metrics page says about each rank. O(page)."""
+    ranks: dict[int, dict[str, float]] = {}
+    for sample in parse_samples(page, _WANTED):
+        rank = whole(sample.labels.get("dp_rank", "0"))
+        if rank is not None:
+            ranks.setdefault(rank, {})[sample.name] = sample.value
+    return {rank: _report(values) for rank, values in ranks.items()}
+
+
+def _report(values: dict[str, float]) -> LoadReport:
+    capacity = as_count(values.get(_CAPACITY, 0.0))
+    used = values[_USED] / capacity if _USED in values and capacity else values.get(_USAGE, 0.0)
+    return LoadReport(
+        running=as_count(values.get(_RUNNING, 0.0)),
+        waiting=as_count(values.get(_WAITING, 0.0)),
+        kv_used=min(1.0, used),
+        capacity_tokens=capacity,
+    )

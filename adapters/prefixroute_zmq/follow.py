@@ -1,0 +1,325 @@
+"""Follow one rank's event stream over ZeroMQ: live messages, replays, new connections.
+
+Rules:
+1. Order and lives are `Sequencer`'s business; this file moves frames.
+2. Frames are counted from the end: the payload is last, the sequence number before it. Replay answers have a topic
+   frame from vLLM 0.26 and SGLang 0.5.22 on, and none before.
+3. Each replay has a socket of its own, so an answer that comes late cannot be taken for one of the next replay.
+4. The engine must never wait for us: sockets hold much and linger never, and nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from typing import ClassVar, Final, NamedTuple, TypeAlias
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from prefixroute.errors import DecodeError, UsageError
+from prefixroute.events import EngineBatch, UnknownEvent
+
+from .address import Address, EventSource, live_address, replay_address
+from .engine import Engine
+from .sequence import REPLAY_TIMEOUT_S, Action, ReplayRequest, Sequencer
+
+LONG_PROMPT_TOKENS: Final = 1024
+"""A prompt of this length fills a block of any engine, so the first such request must bring an event."""
+
+SILENT_AFTER: Final = 8
+"""Long requests without a first event after which a stream counts as silent (dynamo#11984, smg#1652)."""
+
+_END_SEQ: Final = b"\xff" * 8
+_LIVE_HWM: Final = 100_000  # the engine's own default; what it drops we could not have held either
+_BURST: Final = 256  # messages between two looks at the other sockets
+_RECONNECT_MS: Final = (100, 2000)
+_HEARTBEAT_MS: Final = (5000, 15_000)  # tells a dead host from a quiet engine
+
+_Socket: TypeAlias = zmq.asyncio.Socket
+
+
+class FollowerStats(NamedTuple):
+    """What one stream has brought since the follower was made.
+
+    `decode_errors` counts undecodable messages by kind, `unknown_events` the events of readable ones that could not
+    be used, `foreign` the messages of another rank on the same socket, which are dropped. `silent` is True when
+    long requests finished and no message has ever come: the engine does not publish, or both sides connect.
+    """
+
+    messages: int
+    replayed: int
+    batches: int
+    decode_errors: dict[str, int]
+    unknown_events: int
+    foreign: int
+    connections: int
+    gaps: int
+    missing: int
+    restarts: int
+    replays: int
+    replay_timeouts: int
+    duplicates: int
+    overflowed: int
+    last_seq: int | None
+    last_message_at: float
+    replaying: bool
+    silent: bool
+
+
+class StreamFollower:
+    """Runs a `Sequencer` on the sockets of one `EventSource`. A subclass names its `engine`.
+
+    `on_batch` is called in the event loop with every batch to apply, in order; what it raises ends `run`. The marks
+    `StreamGap` and `StreamRestarted` come as batches of their own. Not thread-safe. An ``inproc`` source needs the
+    engine's own `context`.
+    """
+
+    engine: ClassVar[Engine]
+
+    def __init__(
+        self,
+        source: EventSource,
+        on_batch: Callable[[EngineBatch], None],
+        *,
+        replay_timeout_s: float = REPLAY_TIMEOUT_S,
+        silent_after: int = SILENT_AFTER,
+        context: zmq.asyncio.Context | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._source = source
+        self._on_batch = on_batch
+        self._live = live_address(source.endpoint, source.host, self.engine.binding_hosts, source.bind)
+        self._replay = replay_address(source.replay_endpoint, source.host) if source.replay_endpoint else None
+        self._sequencer = Sequencer(
+            replay=self._replay is not None, replay_timeout_s=replay_timeout_s, buffer_steps=source.buffer_steps
+        )
+        self._context = context
+        self._clock = clock
+        self._silent_after = silent_after
+        self._rank: int | None = None
+        self._counts = dict.fromkeys(("messages", "replayed", "batches", "unknown_events", "foreign", "connections"), 0)
+        self._decode_errors: dict[str, int] = {}
+        self._last_message_at = -math.inf
+        self._long_requests = 0
+        self._sockets: _Sockets | None = None
+
+    def stats(self) -> FollowerStats:
+        """Counters and health, at any time, running or not."""
+        order = self._sequencer.stats
+        return FollowerStats(
+            **self._counts,
+            decode_errors=dict(self._decode_errors),
+            **order._asdict(),
+            last_seq=self._sequencer.last_seq,
+            last_message_at=self._last_message_at,
+            replaying=self._sequencer.pending is not None,
+            silent=self._last_message_at == -math.inf and self._long_requests >= self._silent_after,
+        )
+
+    def note_finished(self, prompt_tokens: int) -> None:
+        """Take note that the engine finished a request; long ones without any event make the stream silent."""
+        if prompt_tokens >= LONG_PROMPT_TOKENS:
+            self._long_requests += 1
+
+    async def run(self) -> None:
+        """Follow the stream until cancelled. Raises `UsageError` when the endpoints cannot be used."""
+        if self._sockets is not None:
+            raise UsageError("this follower runs already: make another one for another stream")
+        context = self._context or zmq.asyncio.Context()
+        try:
+            self._sockets = _Sockets(
+                context, self._live, self._replay, self._source.topic, self.engine.max_payload_bytes
+            )
+            if self._live.address.startswith("inproc://"):
+                self._dispatch(self._sequencer.connected(self._clock()))  # inproc reports no connections
+            while True:
+                await self._turn(self._sockets)
+        finally:
+            if self._sockets is not None:
+                self._sockets.close()
+                self._sockets = None
+            if context is not self._context:
+                context.destroy(linger=0)
+
+    async def _turn(self, sockets: _Sockets) -> None:
+        await sockets.wait(self._sequencer.next_timer() - self._clock())
+        live = await receive_some(sockets.live)
+        # A connection is reported before its first message can be read, so this order misses none.
+        connections = sum(
+            parse_monitor_message(frames)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            for frames in await receive_some(sockets.monitor)
+        )
+        if connections:
+            self._counts["connections"] += connections
+            self._dispatch(self._sequencer.connected(self._clock()))
+        for frames in live:
+            self._take_live(frames)
+        if sockets.replay is not None:
+            request = sockets.request
+            for frames in await receive_some(sockets.replay):
+                self._take_replayed(request, frames)
+        self._dispatch(self._sequencer.handle_timer(self._clock()))
+        await asyncio.sleep(0)
+
+    def _take_live(self, frames: list[bytes]) -> None:
+        self._counts["messages"] += 1
+        self._last_message_at = self._clock()
+        seq = self._seq(frames)
+        if seq is None:
+            return
+        batch = self._decode(frames[-1])
+        if batch is not None and batch.rank != self._rank:
+            if self._rank is not None:
+                self._counts["foreign"] += 1
+                return
+            self._rank = batch.rank
+        self._dispatch(self._sequencer.receive_live(int.from_bytes(seq, "big"), batch, self._clock()))
+
+    def _take_replayed(self, request: ReplayRequest, frames: list[bytes]) -> None:
+        seq = self._seq(frames)
+        if seq is None:
+            return
+        if seq == _END_SEQ:
+            self._dispatch(self._sequencer.receive_replay_end(request, self._clock()))
+            return
+        self._counts["replayed"] += 1
+        self._last_message_at = self._clock()
+        number = int.from_bytes(seq, "big")
+        self._dispatch(self._sequencer.receive_replayed(request, number, self._decode(frames[-1]), self._clock()))
+
+    def _seq(self, frames: list[bytes]) -> bytes | None:
+        if len(frames) >= 2 and len(frames[-2]) == 8:
+            return frames[-2]
+        self._count_error("frames")
+        return None
+
+    def _decode(self, payload: bytes) -> EngineBatch | None:
+        try:
+            batch = self.engine.decode(payload)
+        except DecodeError as error:
+            self._count_error(error.kind)
+            return None
+        self._counts["unknown_events"] += sum(type(event) is UnknownEvent for event in batch.events)
+        return batch
+
+    def _count_error(self, kind: str) -> None:
+        self._decode_errors[kind] = self._decode_errors.get(kind, 0) + 1
+
+    def _dispatch(self, actions: list[Action]) -> None:
+        assert self._sockets is not None
+        for action in actions:
+            if isinstance(action, ReplayRequest):
+                self._sockets.ask(action)
+            else:
+                self._counts["batches"] += 1
+                self._on_batch(action)
+        if self._sequencer.pending is None:
+            self._sockets.forget()
+
+
+class _Sockets:
+    """The sockets of one stream: live, its monitor, and one for the replay that is awaited."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        live: Address,
+        replay: Address | None,
+        topic: str,
+        max_payload_bytes: int,
+    ) -> None:
+        self._context = context
+        self._replay_address = replay
+        self._max_payload_bytes = max_payload_bytes
+        self._poller = zmq.asyncio.Poller()
+        self.request = ReplayRequest(0, 0)
+        self.replay: _Socket | None = None
+        self.live: _Socket = self._socket(zmq.SUB, live)
+        self.live.set(zmq.RCVHWM, _LIVE_HWM)
+        self.live.subscribe(topic)
+        self.monitor: _Socket = self.live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._poller.register(self.live, zmq.POLLIN)
+        self._poller.register(self.monitor, zmq.POLLIN)
+        try:
+            attach(self.live, live)
+        except UsageError:
+            self.close()
+            raise
+
+    def _socket(self, kind: int, address: Address) -> _Socket:
+        return open_socket(self._context, kind, address, self._max_payload_bytes)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return when a socket can be read or the time is over."""
+        await self._poller.poll(None if timeout_s == math.inf else max(0, math.ceil(timeout_s * 1000)))
+
+    def ask(self, request: ReplayRequest) -> None:
+        """Send a request on a fresh socket."""
+        assert self._replay_address is not None
+        self.forget()
+        self.request = request
+        self.replay = self._socket(zmq.DEALER, self._replay_address)
+        self.replay.set(zmq.RCVHWM, 0)  # before vLLM 0.33 the engine drops what a slow reader leaves
+        attach(self.replay, self._replay_address)
+        self._poller.register(self.replay, zmq.POLLIN)
+        # A new DEALER has a pipe at once, so this never waits.
+        zmq.Socket.shadow(self.replay.underlying).send_multipart(
+            [b"", request.start_seq.to_bytes(8, "big")], zmq.DONTWAIT
+        )
+
+    def forget(self) -> None:
+        """Close the replay socket: nothing is awaited on it."""
+        if self.replay is not None:
+            self._poller.unregister(self.replay)
+            self.replay.close(linger=0)
+            self.replay = None
+
+    def close(self) -> None:
+        """Close everything, at once."""
+        self.forget()
+        self.live.disable_monitor()
+        self.monitor.close(linger=0)
+        self.live.close(linger=0)
+
+
+def open_socket(context: zmq.asyncio.Context, kind: int, address: Address, max_bytes: int) -> _Socket:
+    """Return a socket that is not attached yet: it never lingers, comes back by itself, and refuses huge messages."""
+    socket = context.socket(kind)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.MAXMSGSIZE, max_bytes)
+    socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
+    socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
+    socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS[0])
+    socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_MS[1])
+    socket.set(zmq.IPV6, int("[" in address.address))
+    return socket
+
+
+def attach(socket: _Socket, address: Address) -> None:
+    """Bind or connect. Raises `UsageError` when the address cannot be used."""
+    try:
+        if address.bind:
+            socket.bind(address.address)
+        else:
+            socket.connect(address.address)
+    except zmq.ZMQError as error:
+        verb = "bind" if address.bind else "connect to"
+        raise UsageError(
+            f"cannot {verb} {address.address}: {error.strerror}. Pass the endpoint of the engine's "
+            "--kv-events-config; an engine that connects needs an address of this host to connect to"
+        ) from error
+
+
+async def receive_some(socket: _Socket) -> list[list[bytes]]:
+    """Return what can be read without waiting, a bounded number of messages."""
+    messages: list[list[bytes]] = []
+    try:
+        while len(messages) < _BURST:
+            messages.append(await socket.recv_multipart(zmq.DONTWAIT))
+    except zmq.Again:
+        pass
+    return messages
