@@ -55,13 +55,14 @@ ENGINE_DEFAULTS = {
     # Two cores, which client, sidecars and engines share, prefill about 1,000 tokens a second between them.
     "vllm": EngineDefaults(requests=100, rate=0.7, capacity_blocks=800),
 }
+DEFAULT_ENGINE = "emulated"
 DEMO_POLICIES = ("default", "rent", "greedy", "longest", "least", "none")
 
 
 def _demo_options(parser: argparse.ArgumentParser) -> None:
     emulated, vllm = ENGINE_DEFAULTS["emulated"], ENGINE_DEFAULTS["vllm"]
     add = parser.add_argument
-    add("--nodes", type=int, default=4, metavar="N", help="nodes, each an engine and a sidecar (4)")
+    add("--nodes", type=int, metavar="N", help="nodes, each an engine and a sidecar (4, or as many as --engines)")
     add(
         "--requests",
         type=int,
@@ -77,7 +78,13 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=1, metavar="S", help="seed of the workload (1)")
     add("--zipf", type=float, default=1.1, metavar="X", help="skew over subjects, 0 for none (1.1)")
     add("--capacity-blocks", type=int, metavar="N", help="cache of an engine in blocks of 16 tokens (800)")
-    add("--engine", choices=tuple(ENGINE_DEFAULTS), default="emulated", help="kind of engine (emulated)")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--engine", choices=tuple(ENGINE_DEFAULTS), default=DEFAULT_ENGINE, help="all engines (emulated)"
+    )
+    kinds.add_argument(
+        "--engines", type=_engine_list, default=(), metavar="KIND,...", help="each node's, as vllm,vllm,sglang,sglang"
+    )
     add("--policy", choices=DEMO_POLICIES, default="default", help="policy of the routed run (default)")
     add("--mmlu", type=Path, metavar="DIR", help="read MMLU's CSV files (DIR/dev, DIR/test), not made-up text")
     add("--kill", metavar="NODE@FRACTION", help="kill a node in the middle of each run, as node-2@0.5")
@@ -85,12 +92,27 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help='write the figures as JSON too ("-": standard output)')
 
 
+def _engine_list(text: str) -> tuple[str, ...]:
+    """The kinds of a fleet, one a node."""
+    kinds = tuple(text.split(","))
+    for kind in kinds:
+        if kind not in ENGINE_DEFAULTS:
+            known = ", ".join(ENGINE_DEFAULTS)
+            raise argparse.ArgumentTypeError(f"invalid choice: {kind!r} (choose from {known}, with commas between)")
+    return kinds
+
+
+def demo_defaults(engine: str, engines: Sequence[str] = ()) -> EngineDefaults:
+    """What the demo asks of a fleet unless told otherwise: no more than its slowest kind can carry."""
+    return EngineDefaults(*map(min, zip(*(ENGINE_DEFAULTS[kind] for kind in engines or (engine,)), strict=True)))
+
+
 def _run_demo(options: argparse.Namespace) -> int:
     try:
         demo = importlib.import_module("prefixroute_lan4.demo")
     except ImportError as error:
         raise UsageError(f"the demo needs its extra, run: pip install 'prefixroute[demo]' ({error})") from error
-    return int(demo.run_options(options, ENGINE_DEFAULTS[options.engine]))
+    return int(demo.run_options(options, demo_defaults(options.engine, options.engines)))
 
 
 COMMANDS = (

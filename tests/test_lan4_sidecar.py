@@ -1,253 +1,20 @@
-"""Sidecars in front of emulated engines, two nodes in one process, over real sockets on loopback.
-
-Faults are put between a server and its application (`Faults`), so that what breaks is a real connection.
-"""
+"""What a sidecar does with requests: where they go, what a fault costs, and what is told of it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import socket
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
-from prefixroute_lan4.config import (
-    Address,
-    DomainConfig,
-    PeerConfig,
-    SidecarConfig,
-    TimeoutConfig,
-)
-from prefixroute_lan4.config import EngineConfig as SidecarEngine
+from lan4_pair import EXPECTED, MODEL, PREFIX, Pair, run_pair, texts, until
 from prefixroute_lan4.exchange import budget_of
-from prefixroute_lan4.sidecar import Sidecar
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from prefixroute import Decision, Outcome
-from prefixroute.emulator import Answer, EmulatedEngine, EngineConfig, KvEventsConfig, ServiceModel
+from prefixroute import Decision
 from prefixroute.emulator.tokenizer import ChatMessage, encode, render_chat
-
-MODEL = "m"
-DEADLINE_S = 20.0
-PREFIX = " ".join(f"word{n}" for n in range(300))
-EXPECTED = Answer(encode(PREFIX)).text(0, 6)
-
-
-@dataclass
-class Faults:
-    """An application that can be told to misbehave, on the paths under /v1/ only."""
-
-    app: ASGIApp
-    status: int | None = None
-    break_after: int | None = None
-    hang: bool = False
-    calls: list[dict[str, str]] = field(default_factory=list)
-    paths: Counter[str] = field(default_factory=Counter)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve, or misbehave as told."""
-        self.paths[scope["path"]] += 1
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
-            await self.app(scope, receive, send)
-            return
-        self.calls.append({name.decode(): value.decode() for name, value in scope["headers"]})
-        if self.status is not None:
-            headers = [(b"content-type", b"application/json")]
-            await send({"type": "http.response.start", "status": self.status, "headers": headers})
-            await send({"type": "http.response.body", "body": b'{"error":{"message":"told to"}}'})
-        elif self.hang:
-            await asyncio.Event().wait()
-        else:
-            await self.app(scope, receive, self._counted(scope, send))
-
-    def _counted(self, scope: Scope, send: Send) -> Send:
-        parts = 0
-
-        async def counted(message: Message) -> None:
-            nonlocal parts
-            if self.break_after is not None and message["type"] == "http.response.body":
-                parts += 1
-                if parts > self.break_after:
-                    raise ConnectionAbortedError("told to break")
-            await send(message)
-
-        return counted
-
-
-@contextlib.asynccontextmanager
-async def served(app: ASGIApp, listener: socket.socket, lifespan: str = "off") -> AsyncIterator[uvicorn.Server]:
-    """`app` behind a real server on `listener`."""
-    config = uvicorn.Config(
-        app,
-        log_level="critical",
-        lifespan=lifespan,  # type: ignore[arg-type]
-        timeout_graceful_shutdown=1,
-        timeout_keep_alive=75,
-    )
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        await until(lambda: server.started)
-        yield server
-    finally:
-        server.should_exit = True
-        await task
-
-
-def listen() -> socket.socket:
-    """A listening socket on a port that the system chose."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
-    return listener
-
-
-def udp_port() -> int:
-    """A free UDP port."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
-    """Poll until `condition` holds."""
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
-        held = condition()
-        if held if isinstance(held, bool) else await held:
-            return
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.01)
-
-
-@dataclass
-class NodeUnderTest:
-    """One node with its faults in the two places where a connection can break."""
-
-    name: str
-    engine: EmulatedEngine
-    engine_faults: Faults
-    sidecar: Sidecar
-    sidecar_faults: Faults
-    url: str
-    servers: contextlib.AsyncExitStack
-    engine_server: contextlib.AsyncExitStack
-
-
-@dataclass
-class Pair:
-    """Two nodes and a client."""
-
-    one: NodeUnderTest
-    two: NodeUnderTest
-    client: httpx.AsyncClient
-
-    async def ask(self, node: NodeUnderTest, prompt: object, *, tokens: int = 6, **changes: object) -> httpx.Response:
-        """A completion, unstreamed unless told otherwise."""
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, **changes}
-        return await self.client.post(f"{node.url}/v1/completions", json=body, timeout=DEADLINE_S)
-
-    async def warm(self) -> None:
-        """Make node 2 hold PREFIX, and node 1 know."""
-        body = {"model": MODEL, "prompt": PREFIX, "max_tokens": 1}
-        hop = {"x-prefixroute-hop": "1"}
-        assert (await self.client.post(f"{self.two.url}/v1/completions", json=body, headers=hop)).status_code == 200
-        await self.known(PREFIX)
-
-    async def known(self, prompt: str) -> None:
-        """Wait until node 1 would send `prompt` to node 2."""
-        node, now = self.one.sidecar.node, self.one.sidecar.driver.now
-
-        def forwards() -> bool:
-            decision = node.route(encode(prompt), now())
-            node.report(decision, Outcome.cancelled(), now())
-            return decision.target == self.two.sidecar.endpoint
-
-        await until(forwards)
-
-
-async def start_node(
-    stack: contextlib.AsyncExitStack, name: str, ports: dict[str, int], folder: Path, policy: str
-) -> NodeUnderTest:
-    kv_events = KvEventsConfig(
-        enable_kv_cache_events=True,
-        publisher="zmq",
-        endpoint=f"ipc://{folder}/{name}e",
-        replay_endpoint=f"ipc://{folder}/{name}r",
-        topic="kv",
-    )
-    config = EngineConfig(
-        model=MODEL,
-        capacity_blocks=256,
-        service=ServiceModel(prefill_tokens_per_s=2000, overhead_s=0.002, decode_s_per_token=0.002),
-        kv_events=kv_events,
-    )
-    engine = await stack.enter_async_context(EmulatedEngine(config))
-    servers = await stack.enter_async_context(contextlib.AsyncExitStack())
-    engine_faults = Faults(engine.app)
-    engine_listener, listener = listen(), listen()
-    engine_server = await servers.enter_async_context(contextlib.AsyncExitStack())
-    await engine_server.enter_async_context(served(engine_faults, engine_listener))
-    sidecar = Sidecar(
-        SidecarConfig(
-            node=name,
-            http=Address(port=listener.getsockname()[1]),
-            gossip=Address(port=ports[name]),
-            engine=SidecarEngine(
-                url=f"http://127.0.0.1:{engine_listener.getsockname()[1]}",
-                # one node is told where its engine publishes, the other one asks
-                events=kv_events.endpoint if name == "node-1" else "",
-                replay=kv_events.replay_endpoint or "" if name == "node-1" else "",
-                topic="kv" if name == "node-1" else "",
-                prefill_tokens_per_s=2000,
-                load_probe_s=0.05,
-            ),
-            domain=DomainConfig(model=MODEL, tokenizer="emulator"),
-            peers=tuple(
-                PeerConfig(node=peer, gossip=Address(port=port)) for peer, port in ports.items() if peer != name
-            ),
-            policy=policy,
-            timeouts=TimeoutConfig(connect_s=1.0, stream_s=0.5, whole_s=0.5),
-        )
-    )
-    await stack.enter_async_context(sidecar.running())
-    sidecar_faults = Faults(sidecar.app)
-    await servers.enter_async_context(served(sidecar_faults, listener))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    return NodeUnderTest(name, engine, engine_faults, sidecar, sidecar_faults, url, servers, engine_server)
-
-
-def run_pair(test: Callable[[Pair], Coroutine[Any, Any, None]], folder: Path, policy: str = "default") -> None:
-    """Run `test` against two acquainted nodes."""
-
-    async def main() -> None:
-        ports = {"node-1": udp_port(), "node-2": udp_port()}
-        async with contextlib.AsyncExitStack() as stack:
-            one = await start_node(stack, "node-1", ports, folder, policy)
-            two = await start_node(stack, "node-2", ports, folder, policy)
-            await until(lambda: bool(one.sidecar.node.endpoint_url("node-2/0")))
-            await until(lambda: bool(two.sidecar.node.endpoint_url("node-1/0")))
-            client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
-            await test(Pair(one, two, client))
-
-    asyncio.run(main())
-
-
-def texts(body: bytes) -> str:
-    """The text of a stream that ended as it should."""
-    events = [line[6:] for line in body.decode().splitlines() if line.startswith("data: ")]
-    assert events[-1] == "[DONE]"
-    assert events.count("[DONE]") == 1
-    chunks = [json.loads(event) for event in events[:-1]]
-    return "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
 
 
 @pytest.fixture
@@ -511,5 +278,73 @@ def test_what_is_not_routed_is_the_engines_to_answer(folder: Path) -> None:
         assert tokens == encode("one two")
         assert (await pair.client.get(f"{pair.one.url}/nothing")).status_code == 404
         await pair.one.servers.aclose()
+
+    run_pair(test, folder)
+
+
+def error_event(status: object, kind: str) -> bytes:
+    """What a streaming engine says instead of an answer."""
+    error = {"object": "error", "message": "told to", "type": kind, "param": None, "code": status}
+    return b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
+
+
+FULL = error_event(503, "SERVICE_UNAVAILABLE")
+
+
+@pytest.mark.parametrize("first", [FULL, b": keep-alive\n\n" + FULL])
+def test_a_refusal_in_a_stream_is_a_refusal_before_the_client_hears_of_it(folder: Path, first: bytes) -> None:
+    async def test(pair: Pair) -> None:
+        one = pair.one.sidecar
+        pair.one.engine_faults.first_event = first
+        reply = await pair.ask(pair.one, PREFIX, stream=True)
+        assert texts(reply.content) == EXPECTED
+        assert one.node.counters["outcomes_refused"] == 1
+        assert "outcomes_failed" not in one.node.counters
+        if first == FULL:
+            assert reply.headers["x-prefixroute-target"] == "node-2/0"
+            assert "resumed" not in one.stats()["requests"]
+
+    run_pair(test, folder)
+
+
+def test_a_peers_engine_that_refuses_in_a_stream_costs_no_answer(folder: Path) -> None:
+    async def test(pair: Pair) -> None:
+        await pair.warm()
+        pair.two.engine_faults.first_event = FULL
+        reply = await pair.ask(pair.one, PREFIX, stream=True)
+        assert reply.headers["x-prefixroute-target"] == "node-1/0"
+        assert texts(reply.content) == EXPECTED
+        assert pair.one.sidecar.node.counters["outcomes_refused"] == 1
+
+    run_pair(test, folder)
+
+
+@pytest.mark.parametrize(
+    ("status", "told", "failures"), [(400, 400, 0), (500, 500, 2), (503, 503, 0), ("overloaded", 500, 2), (200, 500, 2)]
+)
+def test_an_error_as_first_event_becomes_a_status(folder: Path, status: object, told: int, failures: int) -> None:
+    async def test(pair: Pair) -> None:
+        for node in (pair.one, pair.two):
+            node.engine_faults.first_event = error_event(status, "Told")
+        reply = await pair.ask(pair.one, PREFIX, stream=True)
+        assert reply.status_code == told
+        assert reply.headers["content-type"] == "application/json"
+        assert reply.json()["error"]["message"] == "told to"
+        counters = pair.one.sidecar.node.counters
+        assert counters["outcomes_failed"] == failures
+        assert counters["outcomes_refused"] == (2 if status == 503 else 0)
+        assert counters["outcomes_cancelled"] == (1 if status == 400 else 0)
+
+    run_pair(test, folder)
+
+
+def test_a_stream_without_an_event_is_no_answer(folder: Path) -> None:
+    async def test(pair: Pair) -> None:
+        for nothing in (b"", b"data: {"):
+            pair.one.engine_faults.first_event = nothing
+            reply = await pair.ask(pair.one, PREFIX, stream=True)
+            assert reply.headers["x-prefixroute-target"] == "node-2/0"
+            assert texts(reply.content) == EXPECTED
+        assert "resumed" not in pair.one.sidecar.stats()["requests"]
 
     run_pair(test, folder)

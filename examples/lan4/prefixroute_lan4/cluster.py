@@ -101,15 +101,18 @@ class Cluster:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
-        cls, settings: ClusterSettings, make_launcher: LauncherFactory, run_dir: Path
+        cls, settings: ClusterSettings, launchers: Sequence[LauncherFactory], run_dir: Path
     ) -> AsyncIterator[Cluster]:
-        """Start the engines, and end everything at the end of the block. Logs go to `run_dir`."""
+        """Start the engines, one of each launcher, and end everything at the end of the block.
+
+        Logs go to `run_dir`. UsageError when there is not a launcher for each node.
+        """
         run_dir.mkdir(parents=True, exist_ok=True)
         # ZeroMQ's ipc paths must be short, so the sockets do not live under the caller's folder.
         sockets = Path(tempfile.mkdtemp(prefix="lan4-"))
         try:
             async with httpx.AsyncClient(trust_env=False) as client:
-                cluster = cls(_plan(settings, make_launcher, run_dir, sockets), run_dir, client)
+                cluster = cls(_plan(settings, launchers, run_dir, sockets), run_dir, client)
                 try:
                     yield cluster
                 finally:
@@ -130,10 +133,14 @@ class Cluster:
         return engine.model
 
     async def prepare(self, policy: str) -> None:
-        """Empty caches, fresh sidecars with `policy`, everybody acquainted."""
+        """Empty caches, fresh sidecars with `policy`, everybody acquainted.
+
+        UsageError when the engines are not of one domain.
+        """
         await self._stop_sidecars()
         self._last_words.clear()
         await _all(self._prepare_engine(site) for site in self.sites)
+        _check_one_domain([site.engine for site in self.sites if site.engine is not None])
         for site in self.sites:
             self._start_sidecar(site, policy)
         await _all(self._wait_acquainted(site) for site in self.sites)
@@ -195,12 +202,18 @@ class Cluster:
             gossip=Address(host=HOST, port=site.gossip_port),
             engine=EngineConfig(
                 url=engine.url,
+                kind=engine.kind,
                 events=engine.events_endpoint,
                 replay=engine.replay_endpoint,
                 topic=f"kv@{site.name}",
                 prefill_tokens_per_s=engine.prefill_tokens_per_s,
             ),
-            domain=DomainConfig(model=engine.model, tokenizer=engine.model, block_size=16, secret="lan4 demo"),
+            domain=DomainConfig(
+                model=engine.model,
+                tokenizer=engine.tokenizer or engine.model,
+                block_size=16,
+                secret="lan4 demo",
+            ),
             peers=tuple(
                 PeerConfig(node=peer.name, gossip=Address(host=HOST, port=peer.gossip_port))
                 for peer in self.sites
@@ -252,6 +265,17 @@ class Cluster:
                 site.launcher.kill()
 
 
+def _check_one_domain(engines: Sequence[RunningEngine]) -> None:
+    """Nodes of different domains refuse each other, so say beforehand which engines differ."""
+    domains = {(engine.model, engine.tokenizer) for engine in engines}
+    if len(domains) > 1:
+        told = ", ".join(f"{model} with {tokenizer}" for model, tokenizer in sorted(domains))
+        raise UsageError(
+            f"the engines do not serve one model with one tokenizer, but {told}: "
+            "make both environments with the same Python (PYTHON=... for the set-up scripts)"
+        )
+
+
 def _heard_peers(stats: dict[str, Any]) -> int:
     """How many peers' endpoints a sidecar knows, from its statistics."""
     return sum(not endpoint["local"] and bool(endpoint["url"]) for endpoint in stats["state"]["endpoints"])
@@ -268,11 +292,15 @@ async def _all(work: Any) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _plan(settings: ClusterSettings, make_launcher: LauncherFactory, run_dir: Path, sockets: Path) -> list[NodeSite]:
+def _plan(
+    settings: ClusterSettings, launchers: Sequence[LauncherFactory], run_dir: Path, sockets: Path
+) -> list[NodeSite]:
     names = node_names(settings.nodes)
+    if len(launchers) != len(names):
+        raise UsageError(f"{len(names)} nodes need as many launchers, not {len(launchers)}")
     tcp, udp = free_ports(2 * len(names), socket.SOCK_STREAM), free_ports(len(names), socket.SOCK_DGRAM)
     sites = []
-    for index, name in enumerate(names):
+    for index, (name, make_launcher) in enumerate(zip(names, launchers, strict=True)):
         spec = EngineSpec(
             name=name,
             port=tcp[2 * index],

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+from prefixroute_zmq import endpoint_of_rank
 
 from prefixroute import Domain, NodeSettings, PushBackSettings, policy
 from prefixroute.errors import UsageError
@@ -18,6 +19,9 @@ from prefixroute.policy import Policy
 DEFAULT_POLICY = "default"
 POLICIES = (DEFAULT_POLICY, *policy.POLICIES)
 """Words for `SidecarConfig.policy`."""
+
+ENGINE_KINDS = ("vllm", "sglang")
+"""Words for `EngineConfig.kind`: whose adapter reads events and load."""
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,17 +50,29 @@ class PeerConfig(_Strict, frozen=True, kw_only=True):
 class EngineConfig(_Strict, frozen=True, kw_only=True):
     """The engine beside this node.
 
-    `events`, `replay` and `topic` are `endpoint`, `replay_endpoint` and `topic` of the engine's own
-    ``--kv-events-config``, word for word: they tell who binds. Without `events` the engine is asked (vLLM >= 0.31).
+    `events`, `replay`, `topic` and `bind` are `endpoint`, `replay_endpoint`, `topic` and `bind` of the engine's own
+    ``--kv-events-config``, word for word: they tell who binds. They are those of rank 0, of `ranks` data-parallel ones.
+    Without `events` the engine is asked (vLLM >= 0.31, SGLang where it publishes over tcp).
     `prefill_tokens_per_s` is its speed where it is known; 0 lets the node learn it from answers.
     """
 
     url: str
+    kind: str = "vllm"
     events: str = ""
     replay: str = ""
     topic: str = ""
+    bind: bool | None = None
+    ranks: int = 1
     prefill_tokens_per_s: float = 0.0
     load_probe_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.kind not in ENGINE_KINDS:
+            raise ValueError(f"kind must be one of {', '.join(ENGINE_KINDS)}, not {self.kind!r}")
+        if self.ranks < 1:
+            raise ValueError(f"ranks must be at least 1, not {self.ranks}")
+        for endpoint in filter(None, (self.events, self.replay)):
+            endpoint_of_rank(endpoint, self.ranks - 1)
 
 
 class DomainConfig(_Strict, frozen=True, kw_only=True):

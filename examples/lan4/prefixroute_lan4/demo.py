@@ -52,9 +52,10 @@ def run_options(options: Namespace, defaults: Defaults) -> int:
 
 def settings_of(options: Namespace, defaults: Defaults) -> DemoSettings:
     """Options and defaults as settings; UsageError names the option's trouble."""
+    nodes = _nodes(options)
     workload = WorkloadSettings(
         requests=defaults.requests if options.requests is None else options.requests,
-        nodes=options.nodes,
+        nodes=nodes,
         rate=defaults.rate if options.rate is None else options.rate,
         seed=options.seed,
         zipf=options.zipf,
@@ -62,13 +63,24 @@ def settings_of(options: Namespace, defaults: Defaults) -> DemoSettings:
     capacity = defaults.capacity_blocks if options.capacity_blocks is None else options.capacity_blocks
     return DemoSettings(
         workload=workload,
-        cluster=ClusterSettings(nodes=options.nodes, capacity_blocks=capacity),
+        cluster=ClusterSettings(nodes=nodes, capacity_blocks=capacity),
         policy=options.policy,
         engine=options.engine,
+        engines=options.engines,
         mmlu=options.mmlu,
         kill=parse_kill(options.kill) if options.kill is not None else None,
         out=options.out,
     )
+
+
+def _nodes(options: Namespace) -> int:
+    """How many nodes; UsageError when two options say different numbers."""
+    listed = len(options.engines)
+    if options.nodes is None:
+        return listed or ClusterSettings().nodes
+    if listed and options.nodes != listed:
+        raise UsageError(f"--engines lists {listed} engines, --nodes says {options.nodes}: leave --nodes out")
+    return int(options.nodes)
 
 
 def run(settings: DemoSettings, output: Output) -> int:

@@ -52,8 +52,10 @@ class EngineSpec:
 class RunningEngine:
     """An engine that was started; endpoints as in its ``--kv-events-config``.
 
-    `model` is the name that requests must carry. `prefill_tokens_per_s` is a first guess for the sidecar,
-    0 when nothing is known. `block_size` is the engine's own, in tokens. A POST to `reset_path` empties its cache.
+    `kind` is whose adapter reads its events and load, for the sidecar; an emulated engine speaks vLLM's wire.
+    `model` is the name that requests must carry, `tokenizer` what tells its tokenizer from others.
+    `prefill_tokens_per_s` is a first guess for the sidecar, 0 when nothing is known. `block_size` is the
+    engine's own, in tokens. A POST to `reset_path` empties its cache.
     """
 
     url: str
@@ -64,6 +66,8 @@ class RunningEngine:
     block_size: int
     prefill_tokens_per_s: float
     reset_path: str = "/reset_prefix_cache"
+    kind: str = "vllm"
+    tokenizer: str = ""
 
 
 class Launcher(Protocol):
@@ -87,6 +91,10 @@ class LauncherFactory(Protocol):
 
     def __call__(self, spec: EngineSpec) -> Launcher:
         """A launcher for `spec`; nothing is started yet. UsageError when this machine lacks what it needs."""
+
+
+TOKENIZERS = {"emulated": "emulator", "vllm": "made-up", "sglang": "made-up"}
+"""Engine kind -> its tokenizer, in a word: only kinds with the same one can be nodes of one fleet."""
 
 
 def launcher_for(kind: str) -> LauncherFactory:
@@ -151,6 +159,7 @@ class EmulatedLauncher:
             replay_endpoint=spec.replay_endpoint,
             block_size=spec.block_size,
             prefill_tokens_per_s=self._timing.prefill_tokens_per_s,
+            tokenizer=TOKENIZERS["emulated"],
         )
 
     async def wait_ready(self) -> None:

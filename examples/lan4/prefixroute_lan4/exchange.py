@@ -3,10 +3,12 @@
 Rules:
 1. A request crosses at most one hop: what is sent to a peer carries `HOP_HEADER`, and is served there, refused, or
    handed back: the first attempt carries a budget, and a peer that would need longer declines, at once and once.
-2. Nothing is sent to the client before an engine's first byte is here, so until then a failure costs time only:
+2. Nothing is sent to the client before an engine's first event is here, so until then a failure costs time only:
    the next fallback is asked, the local engine last.
-3. After the first byte a broken stream goes on from another engine under the rules of `sse.StreamLedger`.
+3. After that a broken stream goes on from another engine under the rules of `sse.StreamLedger`.
 4. Every attempt ends in exactly one `node.report`.
+5. A peer with several endpoints (ranks) chooses among them itself. What its answer tells counts for the endpoint that
+   was asked only if that one served.
 
 | upstream | outcome | then |
 |---|---|---|
@@ -16,13 +18,14 @@ Rules:
 | too slow | timed out | next fallback |
 | 200 | served | passed to the client |
 | any other status | cancelled | passed to the client, whose mistake it is |
+| a stream whose first event is an error | as the status that it names | as above |
 | client went away | cancelled | upstream closed |
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -33,37 +36,48 @@ from starlette.responses import Response, StreamingResponse
 
 from prefixroute import Decision, LoadReport, Node, Outcome, OutcomeKind
 
+from .attach import Attachment, without_rank
 from .config import TimeoutConfig
-from .sse import Diverged, EventCutter, StreamLedger, cached_tokens
+from .sse import Diverged, StreamLedger, UpstreamBroke
+from .upstream import (
+    DECLINED_HEADER,
+    LOAD_HEADER,
+    TARGET_HEADER,
+    Answer,
+    AttemptFailed,
+    begin,
+    cached_in_body,
+    check_answered,
+    error_reply,
+    events_of,
+    failed,
+    load_of,
+    outcome_of,
+)
 
 HOP_HEADER = "x-prefixroute-hop"
 BUDGET_HEADER = "x-prefixroute-budget-ms"
-DECLINED_HEADER = "x-prefixroute-declined"
-"""With the prompt tokens that the declining peer holds."""
-LOAD_HEADER = "x-prefixroute-load"
-TARGET_HEADER = "x-prefixroute-target"
 REASON_HEADER = "x-prefixroute-reason"
 MATCHED_HEADER = "x-prefixroute-matched"
 
-_KEPT_REPLY_HEADERS = ("content-type", "x-request-id", "retry-after")
-_MAX_LOAD_HEADER = 1024
+_KEPT_REPLY_HEADERS = ("x-request-id", "retry-after")
 
 
 @dataclass(slots=True)
 class Site:
-    """What all exchanges of a sidecar share.
-
-    `engine_answered` is told the status of every answer of the local engine, and the prompt's tokens.
-    """
+    """What all exchanges of a sidecar share: the node, its clock, the local engine, and how to reach others."""
 
     node: Node
     now: Callable[[], float]
     client: httpx.AsyncClient
-    endpoint: str
-    engine_url: str
+    engine: Attachment
     timeouts: TimeoutConfig
-    engine_answered: Callable[[int, int], None]
     counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def endpoints(self) -> Mapping[str, int]:
+        """The local endpoints, and the rank of each."""
+        return self.engine.endpoints
 
     def count(self, what: str) -> None:
         """One more of `what`, for the statistics."""
@@ -78,30 +92,6 @@ class Call(NamedTuple):
     headers: Sequence[tuple[str, str]]
     streamed: bool
     forwarded: bool
-
-
-class AttemptFailed(Exception):  # noqa: N818 - the outcome of one attempt, not an error of the program
-    """One engine did not answer; `reply` is what to tell the client if no other one does either."""
-
-    def __init__(self, outcome: Outcome, what: str, reply: Response) -> None:
-        super().__init__(what)
-        self.outcome = outcome
-        self.reply = reply
-
-
-class _Answer(NamedTuple):
-    """An upstream that has begun to answer: a whole body, or a stream and its first bytes."""
-
-    target: str
-    response: httpx.Response
-    body: bytes
-    chunks: AsyncIterator[bytes] | None
-
-
-def error_reply(status: int, message: str) -> Response:
-    """An error in the shape that OpenAI's clients expect."""
-    body = {"error": {"message": message, "type": "upstream_error", "code": status}}
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 class Exchange:
@@ -120,12 +110,12 @@ class Exchange:
     async def respond(self) -> Response:
         """The answer of the first engine that gives one; an error reply when all have failed."""
         try:
-            answer, failed = await self._open_next()
+            answer, sorry = await self._open_next()
             if answer is None:
-                return failed
+                return sorry
             if answer.chunks is None:
-                self._report_served(answer, _cached_in_body(answer))
-                return Response(answer.body, answer.response.status_code, self._headers(answer))
+                self._report_served(answer, cached_in_body(answer))
+                return Response(answer.body, answer.status, self._headers(answer))
             return StreamingResponse(self._stream(answer), 200, self._headers(answer))
         except BaseException:
             self._cancel()
@@ -133,7 +123,7 @@ class Exchange:
 
     # --- attempts ------------------------------------------------------------------------------------------
 
-    async def _open_next(self) -> tuple[_Answer | None, Response]:
+    async def _open_next(self) -> tuple[Answer | None, Response]:
         """Ask the current target, then its fallbacks; the last failure's reply when none is left."""
         reply = error_reply(502, "no engine answered")
         while self._target is not None:
@@ -144,63 +134,55 @@ class Exchange:
                 self._report_failure(failure.outcome)
         return None, reply
 
-    async def _open(self, target: str) -> _Answer:
-        """Send the request to `target` and wait for its first byte."""
+    async def _open(self, target: str) -> Answer:
+        """Send the request to `target` and wait for its first event."""
         response: httpx.Response | None = None
         try:
             response = await self._site.client.send(self._request(target), stream=True)
-            if target == self._site.endpoint:
-                self._site.engine_answered(response.status_code, self._decision.prompt_tokens)
-            if response.status_code == 503 and DECLINED_HEADER in response.headers:
-                await _close(response)
-                raise _failed(_declined_by(response), f"{target} is busier than it seemed", 503)
-            if response.status_code >= 500:
-                raise _failed_status(response, await response.aread())
-            if not response.headers.get("content-type", "").startswith("text/event-stream"):
-                body = await response.aread()
-                return _Answer(target, response, body, None)
-            chunks = response.aiter_raw()
-            first = await chunks.__anext__()
-            return _Answer(target, response, first, chunks)
-        except StopAsyncIteration:
-            raise _failed(Outcome.failed("empty stream"), "the engine sent an empty stream", 502) from None
+            answer = await begin(target, response)
+            self._note_status(target, answer.status)
+            return check_answered(answer)
         except httpx.TimeoutException as error:
             await _close(response)
-            raise _failed(Outcome.timed_out(), f"{target} timed out ({type(error).__name__})", 504) from error
-        except httpx.HTTPError as error:
+            raise failed(Outcome.timed_out(), f"{target} timed out ({type(error).__name__})", 504) from error
+        except (httpx.HTTPError, ValueError) as error:
             await _close(response)
-            raise _failed(Outcome.failed(_describe(error)), f"{target}: {_describe(error)}", 502) from error
+            raise failed(Outcome.failed(_describe(error)), f"{target}: {_describe(error)}", 502) from error
         except BaseException:
             await _close(response)
             raise
 
+    def _note_status(self, target: str, status: int) -> None:
+        if target in self._site.endpoints:
+            self._site.engine.answered(target, status, self._decision.prompt_tokens)
+
     def _request(self, target: str) -> httpx.Request:
         site, call = self._site, self._call
-        headers = list(call.headers)
-        local = target == site.endpoint
+        local = target in site.endpoints
         if local:
-            url = site.engine_url
+            url = site.engine.config.url
+            headers, body = site.engine.aimed(target, call.headers, call.body)
             timeout = httpx.Timeout(None, connect=site.timeouts.connect_s)
         else:
             url = site.node.endpoint_url(target)
-            headers.append((HOP_HEADER, "1"))
+            headers, body = [*without_rank(call.headers), (HOP_HEADER, "1")], call.body
             if self._budget_s < inf:
                 headers.append((BUDGET_HEADER, f"{1000 * self._budget_s:.3f}"))
             patience = site.timeouts.stream_s if call.streamed else site.timeouts.whole_s
             timeout = httpx.Timeout(patience, connect=site.timeouts.connect_s)
         site.count("local" if local else "forwarded")
-        return site.client.build_request("POST", url + call.path, content=call.body, headers=headers, timeout=timeout)
+        return site.client.build_request("POST", url + call.path, content=body, headers=headers, timeout=timeout)
 
     # --- streams -------------------------------------------------------------------------------------------
 
-    async def _stream(self, answer: _Answer) -> AsyncIterator[bytes]:
+    async def _stream(self, answer: Answer) -> AsyncIterator[bytes]:
         """Pass events on, from the next fallback when an upstream dies, until the answer is whole."""
         ledger = StreamLedger()
-        current: _Answer | None = answer
+        current: Answer | None = answer
         try:
             while current is not None:
                 try:
-                    async for event in _events(current):
+                    async for event in events_of(current):
                         kept = ledger.accept(event)
                         if ledger.text or ledger.done:
                             self._note_first_token()
@@ -212,6 +194,9 @@ class Exchange:
                     outcome = Outcome.failed("the stream ended early")
                 except httpx.TimeoutException:
                     outcome = Outcome.timed_out()
+                except UpstreamBroke as error:
+                    self._note_status(current.target, error.status)
+                    outcome = outcome_of(error.status, _describe(error))
                 except (httpx.HTTPError, ValueError) as error:
                     outcome = Outcome.failed(_describe(error))
                 finally:
@@ -236,10 +221,11 @@ class Exchange:
 
     # --- reports -------------------------------------------------------------------------------------------
 
-    def _report_served(self, answer: _Answer, cached: int | None) -> None:
-        if answer.response.status_code == 200:
-            load = None if answer.target == self._site.endpoint else _load_of(answer.response)
-            self._report(Outcome.served(cached_tokens=cached, ttft_s=self._ttft_s, load=load))
+    def _report_served(self, answer: Answer, cached: int | None) -> None:
+        if answer.status == 200:
+            asked = answer.served_by == answer.target
+            load = None if answer.target in self._site.endpoints or not asked else load_of(answer.response)
+            self._report(Outcome.served(cached_tokens=cached if asked else None, ttft_s=self._ttft_s, load=load))
             self._settled = True
         else:
             self._cancel()  # the client's own mistake: nothing was computed, nothing is cached
@@ -261,16 +247,15 @@ class Exchange:
     def _report(self, outcome: Outcome) -> str | None:
         return self._site.node.report(self._decision, outcome, self._site.now(), endpoint=self._target)
 
-    def _headers(self, answer: _Answer) -> dict[str, str]:
-        site, decision = self._site, self._decision
-        headers = {
-            name: answer.response.headers[name] for name in _KEPT_REPLY_HEADERS if name in answer.response.headers
-        }
-        headers[TARGET_HEADER] = answer.target
+    def _headers(self, answer: Answer) -> dict[str, str]:
+        site, decision, told = self._site, self._decision, answer.response.headers
+        headers = {name: told[name] for name in _KEPT_REPLY_HEADERS if name in told}
+        headers["content-type"] = answer.media_type
+        headers[TARGET_HEADER] = answer.served_by
         headers[REASON_HEADER] = _header_text(decision.reason)
         headers[MATCHED_HEADER] = str(decision.matched_tokens)
-        if self._call.forwarded:
-            headers[LOAD_HEADER] = _header_text(dump_load(site.node.load(site.endpoint, site.now())))
+        if self._call.forwarded and answer.target in site.endpoints:
+            headers[LOAD_HEADER] = _header_text(dump_load(site.node.load(answer.target, site.now())))
         return headers
 
 
@@ -294,56 +279,6 @@ def budget_of(text: str | None) -> float:
     except ValueError:
         return inf
     return budget_s if budget_s >= 0 else inf
-
-
-def _declined_by(response: httpx.Response) -> Outcome:
-    held = response.headers[DECLINED_HEADER]
-    return Outcome.declined(_load_of(response), int(held) if held.isdecimal() and len(held) < 16 else None)
-
-
-def _load_of(response: httpx.Response) -> LoadReport | None:
-    """The load that a peer's reply carries; None when it carries none that can be read."""
-    text = response.headers.get(LOAD_HEADER, "")
-    if not text or len(text) > _MAX_LOAD_HEADER:
-        return None
-    try:
-        return msgspec.json.decode(text, type=LoadReport)
-    except (msgspec.MsgspecError, ValueError):
-        return None
-
-
-async def _events(answer: _Answer) -> AsyncIterator[bytes]:
-    """The whole events of a stream, the first bytes included."""
-    assert answer.chunks is not None
-    cutter = EventCutter()
-    for event in cutter.feed(answer.body):
-        yield event
-    async for chunk in answer.chunks:
-        for event in cutter.feed(chunk):
-            yield event
-
-
-def _cached_in_body(answer: _Answer) -> int | None:
-    """The reused prompt tokens that an unstreamed answer tells."""
-    if answer.response.status_code != 200:
-        return None
-    try:
-        body = msgspec.json.decode(answer.body)
-    except msgspec.DecodeError:
-        return None
-    return cached_tokens(body.get("usage")) if isinstance(body, dict) else None
-
-
-def _failed_status(response: httpx.Response, body: bytes) -> AttemptFailed:
-    status = response.status_code
-    what = f"status {status}"
-    outcome = Outcome.refused(what) if status == 503 else Outcome.failed(what)
-    reply = Response(body, status, media_type=response.headers.get("content-type"))
-    return AttemptFailed(outcome, what, reply)
-
-
-def _failed(outcome: Outcome, what: str, status: int) -> AttemptFailed:
-    return AttemptFailed(outcome, what, error_reply(status, what))
 
 
 async def _close(response: httpx.Response | None) -> None:

@@ -8,6 +8,7 @@ Rules:
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -110,9 +111,14 @@ def title(result: DemoResult) -> str:
     settings, workload = result.settings, result.settings.workload
     killed = f", {settings.kill.node} killed at {settings.kill.fraction:g}" if settings.kill else ""
     return (
-        f"{settings.cluster.nodes} {settings.engine} nodes, {workload.requests} requests over "
+        f"{_fleet(settings.kinds)} nodes, {workload.requests} requests over "
         f"{result.trace.subjects} subjects in {result.trace.duration_s:.0f} s, seed {workload.seed}{killed}"
     )
+
+
+def _fleet(kinds: Sequence[str]) -> str:
+    """How many of each kind, in order of their first nodes."""
+    return ", ".join(f"{count} {kind}" for kind, count in Counter(kinds).items())
 
 
 def remarks(result: DemoResult) -> list[str]:

@@ -23,7 +23,7 @@ from prefixroute.errors import UsageError
 
 from .cluster import Cluster, ClusterSettings, node_names
 from .config import POLICIES
-from .engines import LAUNCHERS, LauncherFactory, launcher_for
+from .engines import LAUNCHERS, TOKENIZERS, LauncherFactory, launcher_for
 from .loadgen import send_trace
 from .measure import RunFigures, Sample, mismatches, run_figures
 from .workload import Trace, WorkloadSettings, make_trace
@@ -40,12 +40,13 @@ class Kill(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """Everything that a demonstration depends on."""
+    """Everything that a demonstration depends on. `engines` names each node's kind; empty: all are `engine`."""
 
     workload: WorkloadSettings = field(default_factory=WorkloadSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     policy: str = "default"
     engine: str = "emulated"
+    engines: tuple[str, ...] = ()
     mmlu: Path | None = None
     kill: Kill | None = None
     out: Path = Path("demo-out")
@@ -53,8 +54,13 @@ class DemoSettings:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise UsageError(f"the policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
-        if self.engine not in LAUNCHERS:
-            raise UsageError(f"the engine must be one of {', '.join(LAUNCHERS)}, not {self.engine!r}")
+        for kind in self.kinds:
+            if kind not in LAUNCHERS:
+                raise UsageError(f"the engine must be one of {', '.join(LAUNCHERS)}, not {kind!r}")
+        if len(self.kinds) != self.cluster.nodes:
+            raise UsageError(f"{self.cluster.nodes} nodes need as many engines, not {len(self.kinds)}")
+        if len({TOKENIZERS[kind] for kind in self.kinds}) > 1:
+            raise UsageError("emulated engines have a tokenizer of their own: they cannot be mixed with others")
         if self.workload.nodes != self.cluster.nodes:
             raise UsageError("the workload and the cluster must have the same number of nodes")
         names = node_names(self.cluster.nodes)
@@ -62,6 +68,11 @@ class DemoSettings:
             raise UsageError(f"there is no node {self.kill.node!r} to kill; the nodes are {', '.join(names)}")
         if self.kill is not None and len(names) < 2:
             raise UsageError("killing a node takes at least two nodes, so that one is left")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each node's engine."""
+        return self.engines or (self.engine,) * self.cluster.nodes
 
 
 class Run(NamedTuple):
@@ -132,12 +143,12 @@ async def run_demo(
     """Run `trace` unrouted and routed.
 
     Raises ProcessError when a process fails by itself, and UsageError, before anything is started, when the
-    settings ask for what is not there. `make_launcher` replaces the launcher of `settings.engine`.
+    settings ask for what is not there. `make_launcher` replaces the launchers of all kinds.
     """
     progress = progress or Silent()
     runs: dict[str, Run] = {}
-    launcher = make_launcher or launcher_for(settings.engine)
-    async with Cluster.open(settings.cluster, launcher, settings.out / "logs") as cluster:
+    launchers = [make_launcher or launcher_for(kind) for kind in settings.kinds]
+    async with Cluster.open(settings.cluster, launchers, settings.out / "logs") as cluster:
         progress.stage(f"starting {settings.cluster.nodes} nodes")
         for name, policy in ((UNROUTED, "none"), (ROUTED, settings.policy)):
             await cluster.prepare(policy)

@@ -39,7 +39,7 @@ from prefixroute.errors import UsageError
 from . import build_model
 from .engines import EngineSpec, RunningEngine, answers_health
 from .processes import ChildProcess, ProcessError
-from .vllm_engine import ensure_model, shared_memory_of, with_ipc_events
+from .vllm_engine import ensure_model, shared_memory_of, tokenizer_of, with_ipc_events
 
 ENV_VARIABLE = "PREFIXROUTE_SGLANG_ENV"
 PRESET_VARIABLE = "PREFIXROUTE_SGLANG_PRESET"
@@ -146,6 +146,8 @@ class SglangLauncher:
             block_size=spec.block_size,
             prefill_tokens_per_s=PREFILL_TOKENS_PER_S[settings.preset],
             reset_path="/flush_cache",
+            kind="sglang",
+            tokenizer=tokenizer_of(settings),
         )
 
     async def wait_ready(self) -> None:

@@ -4,7 +4,8 @@
 
 Rules:
 1. The node decides; the sidecar only carries: requests to engines, datagrams to peers, events and load to the node.
-2. What the sidecar cannot read it passes to its own engine untouched.
+2. What the sidecar cannot read it passes to its own engine untouched. What is the engine's, ranks and all, is in
+   `attach.py`.
 3. All state lives in one event loop: nothing here is shared between threads.
 
 | path | answer |
@@ -28,7 +29,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,30 +36,29 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 import uvicorn
-from prefixroute_vllm import EventSource, Follower, LoadProbe, discover
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from prefixroute import Decision, LoadReport, Node, metrics
+from prefixroute import Decision, Node, metrics
 from prefixroute.aio import Driver
 from prefixroute.errors import UsageError
-from prefixroute.events import EngineBatch, NodeEvent
+from prefixroute.events import NodeEvent
 
+from .attach import Attachment
 from .config import SidecarConfig, load_config, make_policy
-from .exchange import BUDGET_HEADER, HOP_HEADER, Call, Exchange, Site, budget_of, declined_reply, error_reply
+from .exchange import BUDGET_HEADER, HOP_HEADER, Call, Exchange, Site, budget_of, declined_reply
 from .measure import quantile
 from .sockets import open_gossip, open_listener
 from .tokens import Prompt, PromptReader
+from .upstream import error_reply
 
 log = logging.getLogger("prefixroute.sidecar")
 
-_RANK = "0"
 _KEPT_DECISIONS = 256
 _KEPT_TIMES = 100_000
 _CLIENT_GONE = 499
-_ASK_AGAIN_S = 5.0
 # Below the five seconds after which uvicorn closes an idle connection, so that none is reused while it closes.
 _KEEPALIVE_S = 2.0
 _DROPPED_REQUEST_HEADERS = frozenset(
@@ -85,15 +84,12 @@ class Sidecar:
             settings=config.node_settings,
             policy=make_policy(config.policy),
         )
-        self.endpoint = self.node.add_endpoint(_RANK, url=config.public_url, incarnation=time.time_ns(), now=now)
-        # Said before the first probe answers: until then peers would take the library's default for this speed.
-        self.node.set_load(self.endpoint, self._with_speed(LoadReport()), now)
+        self.engine = Attachment(self.node, config.engine, config.public_url, now)
         for peer in config.peers:
             self.node.add_peer(peer.node, address=peer.gossip.pair, now=now)
         self._explained: deque[Decision] = deque(maxlen=_KEPT_DECISIONS)
         self._decision_us: deque[float] = deque(maxlen=_KEPT_TIMES)
         self._began = now
-        self._follower: Follower | None = None
         self.app = Starlette(
             routes=[
                 Route("/v1/completions", self._completions, methods=["POST"]),
@@ -119,18 +115,10 @@ class Sidecar:
             Driver(self.node, self.transport, on_event=_log_event, clock=time.monotonic) as driver,
         ):
             self.driver = driver
-            self._site = Site(
-                self.node,
-                driver.now,
-                client,
-                self.endpoint,
-                config.engine.url,
-                config.timeouts,
-                self._engine_answered,
-            )
-            self._probe = LoadProbe(config.engine.url, client=client)
+            self.engine.connect(client, driver)
+            self._site = Site(self.node, driver.now, client, self.engine, config.timeouts)
             self._prompts = PromptReader(client, config.engine.url, config.domain.model)
-            tasks = [asyncio.create_task(work) for work in (self._follow(), self._watch_load(), driver.wait())]
+            tasks = [asyncio.create_task(work) for work in (*self.engine.work(), driver.wait())]
             for task in tasks:
                 task.add_done_callback(_complain)
             try:
@@ -140,48 +128,6 @@ class Sidecar:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await driver.leave()
-
-    async def _follow(self) -> None:
-        """Apply the engine's events, for ever."""
-        self._follower = Follower(await self._event_source(), self._apply)
-        await self._follower.run()
-
-    async def _event_source(self) -> EventSource:
-        """Where the engine publishes: as configured, or as it tells itself, asked until it does."""
-        engine = self.config.engine
-        if engine.events:
-            host = httpx.URL(engine.url).host
-            return EventSource(engine.events, engine.replay or None, engine.topic, host=host)
-        while True:
-            for source in await discover(engine.url, client=self._site.client):
-                if source.discovered and source.rank == 0:
-                    return source
-            log.warning("%s does not tell where it publishes its cache events", engine.url)
-            await asyncio.sleep(_ASK_AGAIN_S)
-
-    def _apply(self, batch: EngineBatch) -> None:
-        self.node.apply(self.endpoint, batch, self.driver.now())
-        self.driver.wake()
-
-    async def _watch_load(self) -> None:
-        """Tell the node how loaded the engine is, for ever."""
-        while True:
-            load = await self._probe.read()
-            if load is not None:
-                self.node.set_load(self.endpoint, self._with_speed(load), self.driver.now())
-                self.driver.wake()
-            await asyncio.sleep(self.config.engine.load_probe_s)
-
-    def _engine_answered(self, status: int, prompt_tokens: int) -> None:
-        self._probe.note_status(status)
-        if status == httpx.codes.OK and self._follower is not None:
-            self._follower.note_finished(prompt_tokens)
-
-    def _with_speed(self, load: LoadReport) -> LoadReport:
-        """An engine does not tell its speed; the configuration's guess stands until the node has learnt one."""
-        if load.prefill_tokens_per_s:
-            return load
-        return replace(load, prefill_tokens_per_s=self.config.engine.prefill_tokens_per_s)
 
     # --- requests ------------------------------------------------------------------------------------------
 
@@ -207,7 +153,8 @@ class Sidecar:
         prompt = await self._prompts.read(payload, chat)
         decision = self._decide(prompt, forwarded, budget_of(request.headers.get(BUDGET_HEADER)))
         if decision.declined:
-            return declined_reply(self.node.load(self._site.endpoint, self.driver.now()), decision.matched_tokens)
+            # Of the rank that would be quickest: whichever one was asked is no better.
+            return declined_reply(self.node.load(decision.target, self.driver.now()), decision.matched_tokens)
         query = f"?{request.url.query}" if request.url.query else ""
         call = Call(request.url.path + query, body, _request_headers(request), bool(payload.get("stream")), forwarded)
         return await Exchange(self._site, call, decision).respond()
@@ -279,7 +226,7 @@ class Sidecar:
                 "datagrams_sent": self.transport.datagrams_sent,
                 "bytes_per_s": self.transport.bytes_sent / seconds,
             },
-            "engine_events": self._follower.stats()._asdict() if self._follower else {},
+            "engine_events": self.engine.stats(),
             "state": {**state._asdict(), "endpoints": [row._asdict() for row in state.endpoints]},
         }
 

@@ -29,13 +29,20 @@ _EVENT_END = re.compile(rb"\r?\n\r?\n")
 MAX_EVENT_BYTES = 1 << 20
 """A longer event is broken off: no engine sends one, and a buffer must end somewhere."""
 
+SERVER_ERROR = 500
+"""What an error event without a status of its own counts as."""
+
 
 class Diverged(Exception):  # noqa: N818 - an outcome, not an error of the program
     """A second answer does not repeat what the client already has, or cannot be compared with it."""
 
 
 class UpstreamBroke(ValueError):  # noqa: N818 - an outcome, not an error of the program
-    """The engine itself says, in the stream, that it cannot go on."""
+    """The engine itself says, in the stream, that it cannot go on; `status` is the one that it names."""
+
+    def __init__(self, message: str, status: int = SERVER_ERROR) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class EventCutter:
@@ -60,7 +67,8 @@ class EventCutter:
 class Event(NamedTuple):
     """What matters of one event.
 
-    `plain` is False when it holds more than text, a role, usage or an end; `error` is the engine's own message.
+    `plain` is False when it holds more than text, a role, usage or an end; `error` is the engine's own message, and
+    `status` the HTTP status that it names.
     """
 
     text: str = ""
@@ -70,6 +78,7 @@ class Event(NamedTuple):
     cached_tokens: int | None = None
     plain: bool = True
     error: str = ""
+    status: int = SERVER_ERROR
 
 
 def read_event(data: bytes) -> Event:
@@ -90,7 +99,8 @@ def read_event(data: bytes) -> Event:
 def _read_chunk(chunk: dict[str, Any]) -> Event:
     usage, choices = chunk.get("usage"), chunk.get("choices")
     if "error" in chunk:
-        return Event(plain=False, error=str(chunk["error"]) or "error")
+        error = chunk["error"]
+        return Event(plain=False, error=str(error) or "error", status=_status_of(error))
     cached = cached_tokens(usage)
     if not choices:
         return Event(usage=usage is not None, cached_tokens=cached, plain=usage is not None)
@@ -98,6 +108,12 @@ def _read_chunk(chunk: dict[str, Any]) -> Event:
     text, plain = _text_of(choice)
     plain = plain and len(choices) == 1 and not choice.get("index") and not choice.get("logprobs")
     return Event(text, finish=choice.get("finish_reason") is not None, cached_tokens=cached, plain=plain)
+
+
+def _status_of(error: object) -> int:
+    """The HTTP status that an error names, in its `code`."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if type(code) is int and 400 <= code <= 599 else SERVER_ERROR
 
 
 def _text_of(choice: dict[str, Any]) -> tuple[str, bool]:
@@ -147,7 +163,7 @@ class StreamLedger:
         """
         event = read_event(data)
         if event.error:
-            raise UpstreamBroke(event.error)
+            raise UpstreamBroke(event.error, event.status)
         if event.cached_tokens is not None:
             self.cached_tokens = event.cached_tokens
         if self._repeated is not None:

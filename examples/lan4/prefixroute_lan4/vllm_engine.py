@@ -23,6 +23,7 @@ Checked with vLLM 0.32.0.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import shlex
@@ -145,6 +146,7 @@ class VllmLauncher:
             replay_endpoint=spec.replay_endpoint,
             block_size=spec.block_size,
             prefill_tokens_per_s=PREFILL_TOKENS_PER_S[settings.preset],
+            tokenizer=tokenizer_of(settings),
         )
 
     async def wait_ready(self) -> None:
@@ -301,6 +303,14 @@ async def ensure_model(settings: ModelHome) -> Path:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return final
+
+
+def tokenizer_of(settings: ModelHome) -> str:
+    """Return what tells the made-up model's tokenizer from one that another Python made; "" when it has none."""
+    try:
+        return hashlib.sha256((settings.model_dir / "tokenizer.json").read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
 
 
 def shared_memory_of(group: int, names: str = r"psm_\w+") -> set[Path]:

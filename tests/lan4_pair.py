@@ -1,0 +1,291 @@
+"""Two sidecars in front of emulated engines in one process, over real sockets on loopback.
+
+Faults are put between a server and its application (`Faults`), so that what breaks is a real connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import httpx
+import uvicorn
+from prefixroute_lan4.config import (
+    Address,
+    DomainConfig,
+    PeerConfig,
+    SidecarConfig,
+    TimeoutConfig,
+)
+from prefixroute_lan4.config import EngineConfig as SidecarEngine
+from prefixroute_lan4.sidecar import Sidecar
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from prefixroute import Outcome
+from prefixroute.emulator import Answer, EmulatedEngine, EngineConfig, KvEventsConfig, ServiceModel
+from prefixroute.emulator.tokenizer import encode
+
+MODEL = "m"
+DEADLINE_S = 20.0
+EVENT_STREAM = b"text/event-stream"
+PREFIX = " ".join(f"word{n}" for n in range(300))
+EXPECTED = Answer(encode(PREFIX)).text(0, 6)
+
+
+@dataclass
+class Faults:
+    """An application that can be told to misbehave, on the paths under /v1/ only."""
+
+    app: ASGIApp
+    status: int | None = None
+    break_after: int | None = None
+    hang: bool = False
+    first_event: bytes | None = None
+    calls: list[dict[str, str]] = field(default_factory=list)
+    paths: Counter[str] = field(default_factory=Counter)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve, or misbehave as told."""
+        self.paths[scope["path"]] += 1
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self.app(scope, receive, send)
+            return
+        self.calls.append({name.decode(): value.decode() for name, value in scope["headers"]})
+        if self.status is not None:
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": self.status, "headers": headers})
+            await send({"type": "http.response.body", "body": b'{"error":{"message":"told to"}}'})
+        elif self.first_event is not None:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", EVENT_STREAM)]})
+            # in pieces, so that nothing can be told from the first bytes
+            for start in range(0, len(self.first_event), 20):
+                piece = self.first_event[start : start + 20]
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await asyncio.sleep(0)
+            await send({"type": "http.response.body", "body": b""})
+        elif self.hang:
+            await asyncio.Event().wait()
+        else:
+            await self.app(scope, receive, self._counted(scope, send))
+
+    def _counted(self, scope: Scope, send: Send) -> Send:
+        parts = 0
+
+        async def counted(message: Message) -> None:
+            nonlocal parts
+            if self.break_after is not None and message["type"] == "http.response.body":
+                parts += 1
+                if parts > self.break_after:
+                    raise ConnectionAbortedError("told to break")
+            await send(message)
+
+        return counted
+
+
+@contextlib.asynccontextmanager
+async def served(app: ASGIApp, listener: socket.socket, lifespan: str = "off") -> AsyncIterator[uvicorn.Server]:
+    """`app` behind a real server on `listener`."""
+    config = uvicorn.Config(
+        app,
+        log_level="critical",
+        lifespan=lifespan,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=75,
+    )
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await until(lambda: server.started)
+        yield server
+    finally:
+        server.should_exit = True
+        await task
+
+
+def listen() -> socket.socket:
+    """A listening socket on a port that the system chose."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    return listener
+
+
+def udp_port() -> int:
+    """A free UDP port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+EngineMaker: TypeAlias = Callable[
+    [contextlib.AsyncExitStack, str, Path], Coroutine[Any, Any, tuple[EmulatedEngine, ASGIApp]]
+]
+"""Starts an engine, named and with a folder for sockets; what answers may be more than the engine's own application."""
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
+    """Poll until `condition` holds."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        held = condition()
+        if held if isinstance(held, bool) else await held:
+            return
+        assert time.monotonic() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.01)
+
+
+@dataclass
+class NodeUnderTest:
+    """One node with its faults in the two places where a connection can break."""
+
+    name: str
+    engine: EmulatedEngine
+    engine_faults: Faults
+    sidecar: Sidecar
+    sidecar_faults: Faults
+    url: str
+    servers: contextlib.AsyncExitStack
+    engine_server: contextlib.AsyncExitStack
+
+
+@dataclass
+class Pair:
+    """Two nodes and a client."""
+
+    one: NodeUnderTest
+    two: NodeUnderTest
+    client: httpx.AsyncClient
+
+    async def ask(self, node: NodeUnderTest, prompt: object, *, tokens: int = 6, **changes: object) -> httpx.Response:
+        """A completion, unstreamed unless told otherwise."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, **changes}
+        return await self.client.post(f"{node.url}/v1/completions", json=body, timeout=DEADLINE_S)
+
+    async def warm(self) -> None:
+        """Make node 2 hold PREFIX, and node 1 know."""
+        body = {"model": MODEL, "prompt": PREFIX, "max_tokens": 1}
+        hop = {"x-prefixroute-hop": "1"}
+        assert (await self.client.post(f"{self.two.url}/v1/completions", json=body, headers=hop)).status_code == 200
+        await self.known(PREFIX)
+
+    async def known(self, prompt: str) -> None:
+        """Wait until node 1 would send `prompt` to node 2."""
+        node, now = self.one.sidecar.node, self.one.sidecar.driver.now
+
+        def forwards() -> bool:
+            decision = node.route(encode(prompt), now())
+            node.report(decision, Outcome.cancelled(), now())
+            return decision.target in self.two.sidecar.engine.endpoints
+
+        await until(forwards)
+
+
+def engine_config(kv_events: KvEventsConfig, capacity_blocks: int = 256) -> EngineConfig:
+    """An engine as all tests here have it."""
+    return EngineConfig(
+        model=MODEL,
+        capacity_blocks=capacity_blocks,
+        service=ServiceModel(prefill_tokens_per_s=2000, overhead_s=0.002, decode_s_per_token=0.002),
+        kv_events=kv_events,
+    )
+
+
+def events_over(endpoint: str, replay_endpoint: str) -> KvEventsConfig:
+    """Events switched on."""
+    return KvEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, replay_endpoint=replay_endpoint, topic="kv"
+    )
+
+
+async def one_engine(stack: contextlib.AsyncExitStack, name: str, folder: Path) -> tuple[EmulatedEngine, ASGIApp]:
+    """An engine with one rank, and its application."""
+    config = engine_config(events_over(f"ipc://{folder}/{name}e", f"ipc://{folder}/{name}r"))
+    engine = await stack.enter_async_context(EmulatedEngine(config))
+    return engine, engine.app
+
+
+async def start_node(
+    stack: contextlib.AsyncExitStack,
+    name: str,
+    ports: dict[str, int],
+    folder: Path,
+    policy: str,
+    kind: str = "vllm",
+    make_engine: EngineMaker = one_engine,
+    patience_s: float = 0.5,
+) -> NodeUnderTest:
+    """An engine, its sidecar, and both their servers, until the stack ends."""
+    engine, app = await make_engine(stack, name, folder)
+    kv_events = engine.config.kv_events
+    servers = await stack.enter_async_context(contextlib.AsyncExitStack())
+    engine_faults = Faults(app)
+    engine_listener, listener = listen(), listen()
+    engine_server = await servers.enter_async_context(contextlib.AsyncExitStack())
+    await engine_server.enter_async_context(served(engine_faults, engine_listener))
+    sidecar = Sidecar(
+        SidecarConfig(
+            node=name,
+            http=Address(port=listener.getsockname()[1]),
+            gossip=Address(port=ports[name]),
+            engine=SidecarEngine(
+                url=f"http://127.0.0.1:{engine_listener.getsockname()[1]}",
+                kind=kind,
+                # one node is told where its engine publishes, the other one asks
+                events=kv_events.endpoint if name == "node-1" else "",
+                replay=kv_events.replay_endpoint or "" if name == "node-1" else "",
+                topic="kv" if name == "node-1" else "",
+                prefill_tokens_per_s=2000,
+                load_probe_s=0.05,
+            ),
+            domain=DomainConfig(model=MODEL, tokenizer="emulator"),
+            peers=tuple(
+                PeerConfig(node=peer, gossip=Address(port=port)) for peer, port in ports.items() if peer != name
+            ),
+            policy=policy,
+            timeouts=TimeoutConfig(connect_s=1.0, stream_s=patience_s, whole_s=patience_s),
+        )
+    )
+    await stack.enter_async_context(sidecar.running())
+    sidecar_faults = Faults(sidecar.app)
+    await servers.enter_async_context(served(sidecar_faults, listener))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    return NodeUnderTest(name, engine, engine_faults, sidecar, sidecar_faults, url, servers, engine_server)
+
+
+def run_pair(
+    test: Callable[[Pair], Coroutine[Any, Any, None]],
+    folder: Path,
+    policy: str = "default",
+    kind: str = "vllm",
+    make_engine: EngineMaker = one_engine,
+    patience_s: float = 0.5,
+) -> None:
+    """Run `test` against two acquainted nodes; `kind` and `make_engine` are the second one's."""
+
+    async def main() -> None:
+        ports = {"node-1": udp_port(), "node-2": udp_port()}
+        async with contextlib.AsyncExitStack() as stack:
+            one = await start_node(stack, "node-1", ports, folder, policy, patience_s=patience_s)
+            two = await start_node(stack, "node-2", ports, folder, policy, kind, make_engine, patience_s)
+            await until(lambda: bool(one.sidecar.node.endpoint_url("node-2/0")))
+            await until(lambda: bool(two.sidecar.node.endpoint_url("node-1/0")))
+            client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+            await test(Pair(one, two, client))
+
+    asyncio.run(main())
+
+
+def texts(body: bytes) -> str:
+    """The text of a stream that ended as it should."""
+    events = [line[6:] for line in body.decode().splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    assert events.count("[DONE]") == 1
+    chunks = [json.loads(event) for event in events[:-1]]
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
