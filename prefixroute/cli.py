@@ -54,26 +54,28 @@ ENGINE_DEFAULTS = {
     "emulated": EngineDefaults(requests=800, rate=14.0, capacity_blocks=800),
     # Two cores, which client, sidecars and engines share, prefill about 1,000 tokens a second between them.
     "vllm": EngineDefaults(requests=100, rate=0.7, capacity_blocks=800),
+    # SGLang's CPU path takes about twice as long for the same prompt.
+    "sglang": EngineDefaults(requests=60, rate=0.35, capacity_blocks=800),
 }
 DEFAULT_ENGINE = "emulated"
 DEMO_POLICIES = ("default", "rent", "greedy", "longest", "least", "none")
 
 
 def _demo_options(parser: argparse.ArgumentParser) -> None:
-    emulated, vllm = ENGINE_DEFAULTS["emulated"], ENGINE_DEFAULTS["vllm"]
+    emulated, vllm, sglang = (ENGINE_DEFAULTS[kind] for kind in ("emulated", "vllm", "sglang"))
     add = parser.add_argument
     add("--nodes", type=int, metavar="N", help="nodes, each an engine and a sidecar (4, or as many as --engines)")
     add(
         "--requests",
         type=int,
         metavar="N",
-        help=f"requests of a run ({emulated.requests}; with vllm {vllm.requests})",
+        help=f"requests of a run ({emulated.requests}; with vllm {vllm.requests}, with sglang {sglang.requests})",
     )
     add(
         "--rate",
         type=float,
         metavar="R",
-        help=f"requests a second over all nodes ({emulated.rate:g}; with vllm {vllm.rate:g})",
+        help=f"requests a second, all nodes ({emulated.rate:g}; with vllm {vllm.rate:g}, with sglang {sglang.rate:g})",
     )
     add("--seed", type=int, default=1, metavar="S", help="seed of the workload (1)")
     add("--zipf", type=float, default=1.1, metavar="X", help="skew over subjects, 0 for none (1.1)")

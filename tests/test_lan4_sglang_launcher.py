@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefixroute_lan4.engines import EngineSpec
+from prefixroute_lan4.engines import EngineSpec, launcher_for
 from prefixroute_lan4.processes import ProcessError
 from prefixroute_lan4.sglang_engine import (
     ARGS_VARIABLE,
@@ -349,7 +349,7 @@ def test_semaphores_are_shared_memory_of_the_group_too() -> None:
 def test_a_missing_environment_says_how_to_make_one(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV_VARIABLE, raising=False)
     with pytest.raises(ValueError, match=r"setup_sglang\.sh DIR") as caught:
-        SglangLauncher(spec)
+        launcher_for("sglang")(spec)
     assert ENV_VARIABLE in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -360,7 +360,7 @@ def test_a_half_made_environment_is_named(
     (settings.env / ".sglang-0-ready").unlink()
     monkeypatch.setenv(ENV_VARIABLE, str(settings.env))
     with pytest.raises(ValueError, match=r"setup_sglang\.sh DIR") as caught:
-        SglangLauncher(spec)
+        launcher_for("sglang")(spec)
     assert str(settings.env) in str(caught.value)
 
 

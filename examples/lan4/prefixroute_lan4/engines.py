@@ -24,6 +24,7 @@ from .processes import ChildProcess
 LAUNCHERS = {
     "emulated": ("prefixroute_lan4.engines", "EmulatedLauncher"),
     "vllm": ("prefixroute_lan4.vllm_engine", "VllmLauncher"),
+    "sglang": ("prefixroute_lan4.sglang_engine", "SglangLauncher"),
 }
 """Engine kind -> module and class of its launcher."""
 
