@@ -20,21 +20,18 @@ from typing import Any
 import pytest
 from prefixroute_lan4.engines import EngineSpec, launcher_for
 from prefixroute_lan4.processes import ProcessError
+from prefixroute_lan4.real_engine import shared_memory_of
 from prefixroute_lan4.sglang_engine import (
-    ARGS_VARIABLE,
-    ENV_VARIABLE,
-    PRESET_VARIABLE,
-    SHARED_MEMORY,
     SglangLauncher,
     SglangSettings,
     events_config,
     serve_argv,
     serve_environment,
 )
-from prefixroute_lan4.vllm_engine import shared_memory_of
 
 LAN4 = Path(__file__).parents[1] / "examples" / "lan4"
 DEADLINE_S = 20.0
+ENV_VARIABLE, PRESET_VARIABLE, ARGS_VARIABLE = map(SglangSettings.variable, ("ENV", "PRESET", "ARGS"))
 
 # Stands for the environment's interpreter. As `-m sglang.launch_server` it answers /health and completions, keeps a
 # child, a temporary file and shared memory, and notes what it was given; else it is asked to build the model.
@@ -302,7 +299,7 @@ def test_stop_kills_an_engine_that_ignores_the_interrupt(
     spec: EngineSpec, settings: SglangSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAND_IN_MODE", "stubborn")
-    monkeypatch.setattr("prefixroute_lan4.sglang_engine._STOP_GRACE_S", 0.2)
+    monkeypatch.setattr("prefixroute_lan4.real_engine._STOP_GRACE_S", 0.2)
 
     async def scenario() -> None:
         launcher, pid, child = await started(spec, settings, tmp_path)
@@ -338,7 +335,7 @@ def test_semaphores_are_shared_memory_of_the_group_too() -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.readline()
-        found = shared_memory_of(process.pid, SHARED_MEMORY)
+        found = shared_memory_of(process.pid, SglangLauncher.shared_memory)
         assert [path.name.startswith("sem.mp-") for path in found] == [True]
         process.stdin.write(b"\n")
 

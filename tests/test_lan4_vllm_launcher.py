@@ -20,21 +20,17 @@ import pytest
 from prefixroute_lan4 import build_model
 from prefixroute_lan4.engines import EngineSpec, launcher_for
 from prefixroute_lan4.processes import ProcessError
+from prefixroute_lan4.real_engine import ensure_model, shared_memory_of, with_ipc_events
 from prefixroute_lan4.vllm_engine import (
-    ARGS_VARIABLE,
-    ENV_VARIABLE,
-    PRESET_VARIABLE,
     VllmLauncher,
     VllmSettings,
-    ensure_model,
     fitted,
     serve_environment,
-    shared_memory_of,
-    with_ipc_events,
 )
 
 LAN4 = Path(__file__).parents[1] / "examples" / "lan4"
 DEADLINE_S = 20.0
+ENV_VARIABLE, PRESET_VARIABLE, ARGS_VARIABLE = map(VllmSettings.variable, ("ENV", "PRESET", "ARGS"))
 
 # Answers /health and completions, starts a child of its own, and notes what it was given and how it ended.
 PROGRAM = """
@@ -274,7 +270,7 @@ def test_stop_kills_an_engine_that_ignores_the_interrupt(
     spec: EngineSpec, settings: VllmSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAND_IN_MODE", "stubborn")
-    monkeypatch.setattr("prefixroute_lan4.vllm_engine._STOP_GRACE_S", 0.2)
+    monkeypatch.setattr("prefixroute_lan4.real_engine._STOP_GRACE_S", 0.2)
 
     async def scenario() -> None:
         launcher, pid, child = await started(spec, settings, tmp_path)
@@ -305,8 +301,8 @@ def test_stop_and_kill_before_start_do_nothing(spec: EngineSpec, settings: VllmS
 def test_shared_memory_is_found_by_process_group() -> None:
     segment = shared_memory.SharedMemory(create=True, size=64)
     try:
-        assert Path("/dev/shm", segment.name) in shared_memory_of(os.getpgid(0))
-        assert shared_memory_of(2**22 + 1) == set()
+        assert Path("/dev/shm", segment.name) in shared_memory_of(os.getpgid(0), VllmLauncher.shared_memory)
+        assert shared_memory_of(2**22 + 1, VllmLauncher.shared_memory) == set()
     finally:
         segment.close()
         segment.unlink()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple
@@ -41,7 +42,7 @@ class Sample(NamedTuple):
     value: float
 
 
-class HttpProbe:
+class HttpProbe(ABC):
     """Asks one API server for the load of the engines behind it, one a data-parallel rank.
 
     Pass `client` to share connections; its timeout is overridden by `timeout_s`. A subclass says what to ask.
@@ -81,9 +82,9 @@ class HttpProbe:
         """Return the report of one rank; None when there is none."""
         return (await self.read_all() or {}).get(rank)
 
+    @abstractmethod
     async def _ask(self) -> dict[int, LoadReport]:
         """Return what the engine says, by rank; nothing when it does not tell."""
-        raise NotImplementedError
 
     async def _metrics(self) -> str:
         """Return the engine's metrics page, "" when there is none."""
