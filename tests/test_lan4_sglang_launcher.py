@@ -6,18 +6,13 @@ import asyncio
 import itertools
 import json
 import os
-import shlex
-import socket
 import subprocess
 import sys
-import textwrap
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from launching import SERVER, EndsContract, free_port, make_room, read_note, write_program
 from prefixroute_lan4.engines import EngineSpec, launcher_for
 from prefixroute_lan4.processes import ProcessError
 from prefixroute_lan4.real_engine import shared_memory_of
@@ -30,87 +25,40 @@ from prefixroute_lan4.sglang_engine import (
 )
 
 LAN4 = Path(__file__).parents[1] / "examples" / "lan4"
-DEADLINE_S = 20.0
 ENV_VARIABLE, PRESET_VARIABLE, ARGS_VARIABLE = map(SglangSettings.variable, ("ENV", "PRESET", "ARGS"))
 
-# Stands for the environment's interpreter. As `-m sglang.launch_server` it answers /health and completions, keeps a
-# child, a temporary file and shared memory, and notes what it was given; else it is asked to build the model.
+# Stands for the environment's interpreter: runs the server, with a load table in shared memory, or builds the model.
 PYTHON = """
-import http.server, json, mmap, os, signal, subprocess, sys, tempfile
+import json, sys
 from pathlib import Path
-notes = Path(os.environ["STAND_IN_NOTES"])
-mode = os.environ.get("STAND_IN_MODE", "")
 if sys.argv[1] != "-m":
     Path(sys.argv[2], "config.json").write_text(json.dumps(sys.argv[1:]))
     sys.exit()
-if mode == "dies":
-    sys.exit("this SGLang has no CPU engine")
-child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-open(os.path.join(tempfile.gettempdir(), "left-behind"), "w").close()
+""" + SERVER.replace(
+    "asked = []",
+    """
 table = open(f"/dev/shm/sglang_loads_{os.getpid()}.shm", "w+b")
 table.truncate(4096)
 shared = mmap.mmap(table.fileno(), 4096)
-
-def end(number, frame):
-    (notes / "signal").write_text(signal.Signals(number).name)
-    if mode != "stubborn":
-        os._exit(0)
-
-signal.signal(signal.SIGINT, end)
 asked = []
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.answer(200 if self.path == "/health" else 404)
-    def do_POST(self):
-        asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-        (notes / "asked").write_text(json.dumps(asked))
-        self.answer(503 if mode == "broken" else 200)
-    def answer(self, status):
-        self.send_response(status)
-        self.send_header("content-length", "2")
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler)
-(notes / "started").write_text(
-    json.dumps({"argv": sys.argv[1:], "environ": dict(os.environ), "child": child.pid, "pid": os.getpid()})
+""",
 )
-server.serve_forever()
-"""
-
-
-def write_program(path: Path, body: str) -> None:
-    """Make an executable that runs `body` with this interpreter, whatever the length of its path."""
-    script = path.with_suffix(".source.py")
-    script.write_text(textwrap.dedent(body))
-    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(script))} "$@"\n')
-    path.chmod(0o755)
 
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SglangSettings:
     """An environment with a stand-in for SGLang; its temporary files go below `tmp_path`."""
-    env = tmp_path / "venv"
-    (env / "bin").mkdir(parents=True)
+    env = make_room(tmp_path, monkeypatch)
     write_program(env / "bin" / "python", PYTHON)
     (env / ".sglang-0-ready").touch()
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("STAND_IN_NOTES", str(notes))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     return SglangSettings(env, "small")
 
 
 @pytest.fixture
 def spec(tmp_path: Path) -> EngineSpec:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
     return EngineSpec(
         name="n1",
-        port=port,
+        port=free_port(),
         events_endpoint=f"ipc://{tmp_path}/e",
         replay_endpoint=f"ipc://{tmp_path}/r",
         topic="kv@n1",
@@ -119,25 +67,6 @@ def spec(tmp_path: Path) -> EngineSpec:
         index=1,
         run_dir=tmp_path / "run",
     )
-
-
-def read_note(tmp_path: Path, name: str) -> Any:
-    return json.loads((tmp_path / "notes" / name).read_text())
-
-
-def running(pid: int) -> bool:
-    """True while the process exists and is not a zombie that waits for its parent."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the awaited state did not come"
-        await asyncio.sleep(0.02)
 
 
 def argument(argv: list[str], option: str) -> str:
@@ -264,67 +193,12 @@ def test_warm_up_stays_out_of_the_way_of_requests(spec: EngineSpec, settings: Sg
 # --- how it ends
 
 
-async def started(spec: EngineSpec, settings: SglangSettings, tmp_path: Path) -> tuple[SglangLauncher, int, int]:
-    launcher = SglangLauncher(spec, settings)
-    engine = await launcher.start()
-    await launcher.wait_ready()
-    child = read_note(tmp_path, "started")["child"]
-    assert running(engine.pid)
-    assert running(child)
-    assert Path(f"/dev/shm/sglang_loads_{engine.pid}.shm").exists()
-    assert list((tmp_path / "tmp").rglob("left-behind"))
-    return launcher, engine.pid, child
+class TestSglangEnds(EndsContract):
+    def make(self, spec: EngineSpec, settings: SglangSettings) -> SglangLauncher:
+        return SglangLauncher(spec, settings)
 
-
-def nothing_is_left(tmp_path: Path, pid: int) -> bool:
-    return not Path(f"/dev/shm/sglang_loads_{pid}.shm").exists() and list((tmp_path / "tmp").iterdir()) == []
-
-
-def test_stop_interrupts_the_leader_and_leaves_nothing(
-    spec: EngineSpec, settings: SglangSettings, tmp_path: Path
-) -> None:
-    async def scenario() -> None:
-        launcher, pid, child = await started(spec, settings, tmp_path)
-        await launcher.stop()
-        assert (tmp_path / "notes" / "signal").read_text() == "SIGINT"
-        await until(lambda: not running(pid) and not running(child))
-        assert nothing_is_left(tmp_path, pid)
-        await launcher.stop()
-        launcher.kill()
-
-    asyncio.run(scenario())
-
-
-def test_stop_kills_an_engine_that_ignores_the_interrupt(
-    spec: EngineSpec, settings: SglangSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STAND_IN_MODE", "stubborn")
-    monkeypatch.setattr("prefixroute_lan4.real_engine._STOP_GRACE_S", 0.2)
-
-    async def scenario() -> None:
-        launcher, pid, child = await started(spec, settings, tmp_path)
-        await launcher.stop()
-        await until(lambda: not running(pid) and not running(child))
-        assert nothing_is_left(tmp_path, pid)
-
-    asyncio.run(scenario())
-
-
-def test_kill_is_a_crash_without_a_signal_to_handle(spec: EngineSpec, settings: SglangSettings, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        launcher, pid, child = await started(spec, settings, tmp_path)
-        launcher.kill()
-        await until(lambda: not running(pid) and not running(child))
-        assert not (tmp_path / "notes" / "signal").exists()
-        assert nothing_is_left(tmp_path, pid)
-
-    asyncio.run(scenario())
-
-
-def test_stop_and_kill_before_start_do_nothing(spec: EngineSpec, settings: SglangSettings) -> None:
-    launcher = SglangLauncher(spec, settings)
-    asyncio.run(launcher.stop())
-    launcher.kill()
+    def segments(self, pid: int) -> list[Path]:
+        return [Path(f"/dev/shm/sglang_loads_{pid}.shm")]
 
 
 def test_semaphores_are_shared_memory_of_the_group_too() -> None:
@@ -371,7 +245,7 @@ def test_variables_choose_model_and_arguments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "words"), [("dies", "this SGLang has no CPU engine"), ("broken", "n1 is up but does not answer")]
+    ("mode", "words"), [("dies", "this machine has no CPU engine"), ("broken", "n1 is up but does not answer")]
 )
 def test_an_engine_that_fails_is_reported(
     spec: EngineSpec, settings: SglangSettings, monkeypatch: pytest.MonkeyPatch, mode: str, words: str

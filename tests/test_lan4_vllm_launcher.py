@@ -6,17 +6,13 @@ import asyncio
 import itertools
 import json
 import os
-import shlex
-import socket
 import subprocess
-import sys
-import textwrap
-import time
 from dataclasses import replace
 from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
+from launching import SERVER, EndsContract, free_port, make_room, read_note, write_program
 from prefixroute_lan4 import build_model
 from prefixroute_lan4.engines import EngineSpec, launcher_for
 from prefixroute_lan4.processes import ProcessError
@@ -29,47 +25,7 @@ from prefixroute_lan4.vllm_engine import (
 )
 
 LAN4 = Path(__file__).parents[1] / "examples" / "lan4"
-DEADLINE_S = 20.0
 ENV_VARIABLE, PRESET_VARIABLE, ARGS_VARIABLE = map(VllmSettings.variable, ("ENV", "PRESET", "ARGS"))
-
-# Answers /health and completions, starts a child of its own, and notes what it was given and how it ended.
-PROGRAM = """
-import http.server, json, os, signal, subprocess, sys, tempfile
-from pathlib import Path
-notes = Path(os.environ["STAND_IN_NOTES"])
-mode = os.environ.get("STAND_IN_MODE", "")
-if mode == "dies":
-    sys.exit("no CPU attention for this block size")
-child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-open(os.path.join(tempfile.gettempdir(), "left-behind"), "w").close()
-
-def end(number, frame):
-    (notes / "signal").write_text(signal.Signals(number).name)
-    if mode != "stubborn":
-        os._exit(0)
-
-signal.signal(signal.SIGINT, end)
-asked = []
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.answer(200 if self.path == "/health" else 404)
-    def do_POST(self):
-        asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-        (notes / "asked").write_text(json.dumps(asked))
-        self.answer(500 if mode == "broken" else 200)
-    def answer(self, status):
-        self.send_response(status)
-        self.send_header("content-length", "2")
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler)
-(notes / "started").write_text(
-    json.dumps({"argv": sys.argv[1:], "environ": dict(os.environ), "child": child.pid, "pid": os.getpid()})
-)
-server.serve_forever()
-"""
 
 # Stands for the environment's interpreter, whose only task is to build the model.
 PYTHON = """
@@ -82,32 +38,12 @@ out = Path(sys.argv[2])
 """
 
 
-def write_program(path: Path, body: str) -> None:
-    """Make an executable that runs `body` with this interpreter, whatever the length of its path."""
-    script = path.with_suffix(".source.py")
-    script.write_text(textwrap.dedent(body))
-    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(script))} "$@"\n')
-    path.chmod(0o755)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VllmSettings:
     """An environment with a stand-in for vLLM; its temporary files go below `tmp_path`."""
-    env = tmp_path / "venv"
-    (env / "bin").mkdir(parents=True)
-    write_program(env / "bin" / "vllm", PROGRAM)
+    env = make_room(tmp_path, monkeypatch)
+    write_program(env / "bin" / "vllm", SERVER)
     write_program(env / "bin" / "python", PYTHON)
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("STAND_IN_NOTES", str(notes))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     return VllmSettings(env, "small")
 
 
@@ -124,27 +60,6 @@ def spec(tmp_path: Path) -> EngineSpec:
         index=1,
         run_dir=tmp_path / "run",
     )
-
-
-def read_note(tmp_path: Path, name: str) -> dict[str, object]:
-    note: dict[str, object] = json.loads((tmp_path / "notes" / name).read_text())
-    return note
-
-
-def running(pid: int) -> bool:
-    """True while the process exists and is not a zombie that waits for its parent."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-async def until(condition: object) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the awaited state did not come"
-        await asyncio.sleep(0.02)
 
 
 # --- what is asked of vLLM
@@ -238,64 +153,9 @@ def test_warm_up_is_shorter_than_a_block(spec: EngineSpec, settings: VllmSetting
 # --- how it ends
 
 
-async def started(spec: EngineSpec, settings: VllmSettings, tmp_path: Path) -> tuple[VllmLauncher, int, int]:
-    launcher = VllmLauncher(spec, settings)
-    engine = await launcher.start()
-    await until((tmp_path / "notes" / "started").exists)
-    await launcher.wait_ready()
-    child = read_note(tmp_path, "started")["child"]
-    assert isinstance(child, int)
-    assert running(engine.pid)
-    assert running(child)
-    return launcher, engine.pid, child
-
-
-def test_stop_interrupts_the_leader_and_leaves_nothing(
-    spec: EngineSpec, settings: VllmSettings, tmp_path: Path
-) -> None:
-    async def scenario() -> None:
-        launcher, pid, child = await started(spec, settings, tmp_path)
-        assert list((tmp_path / "tmp").rglob("left-behind"))
-        await launcher.stop()
-        assert (tmp_path / "notes" / "signal").read_text() == "SIGINT"
-        await until(lambda: not running(pid) and not running(child))
-        assert list((tmp_path / "tmp").iterdir()) == []
-        await launcher.stop()
-        launcher.kill()
-
-    asyncio.run(scenario())
-
-
-def test_stop_kills_an_engine_that_ignores_the_interrupt(
-    spec: EngineSpec, settings: VllmSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STAND_IN_MODE", "stubborn")
-    monkeypatch.setattr("prefixroute_lan4.real_engine._STOP_GRACE_S", 0.2)
-
-    async def scenario() -> None:
-        launcher, pid, child = await started(spec, settings, tmp_path)
-        await launcher.stop()
-        assert (tmp_path / "notes" / "signal").read_text() == "SIGINT"
-        await until(lambda: not running(pid) and not running(child))
-
-    asyncio.run(scenario())
-
-
-def test_kill_is_a_crash_without_a_signal_to_handle(spec: EngineSpec, settings: VllmSettings, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        launcher, pid, child = await started(spec, settings, tmp_path)
-        launcher.kill()
-        await until(lambda: not running(pid) and not running(child))
-        assert not (tmp_path / "notes" / "signal").exists()
-        assert list((tmp_path / "tmp").iterdir()) == []
-
-    asyncio.run(scenario())
-
-
-def test_stop_and_kill_before_start_do_nothing(spec: EngineSpec, settings: VllmSettings) -> None:
-    launcher = VllmLauncher(spec, settings)
-    asyncio.run(launcher.stop())
-    launcher.kill()
+class TestVllmEnds(EndsContract):
+    def make(self, spec: EngineSpec, settings: VllmSettings) -> VllmLauncher:
+        return VllmLauncher(spec, settings)
 
 
 def test_shared_memory_is_found_by_process_group() -> None:
@@ -344,7 +204,7 @@ def test_an_engine_that_dies_is_reported_with_its_last_words(
         launcher = VllmLauncher(spec, settings)
         await launcher.start()
         try:
-            with pytest.raises(ProcessError, match="no CPU attention for this block size"):
+            with pytest.raises(ProcessError, match="this machine has no CPU engine"):
                 await launcher.wait_ready()
         finally:
             await launcher.stop()
