@@ -145,6 +145,7 @@ class Explanation(NamedTuple):
                     "queued": c.queued,
                     "expected": c.predicted,
                     "evicted_tokens": round(c.evicted_tokens),
+                    "delays_ms": _ms(c.delays_s),
                 }
                 for c in d.candidates
             ],
@@ -157,15 +158,15 @@ class Explanation(NamedTuple):
             f"{d.prompt_tokens} tokens -> {d.target} ({d.reason}); {d.matched_tokens} cached there, "
             f"first token in {_ms(d.expected_ttft_s)} ms, saves {_ms(d.expected_saving_s)} ms",
             f"  {'endpoint':<24}{'match':>7}{'conf':>6}{'rtt':>8}{'wait':>9}{'fixed':>8}{'prefill':>9}{'cost':>9}"
-            "  push-back   age",
+            f"{'delays':>8}  push-back   age",
         ]
         for c in d.candidates:
             mark = "*" if c.endpoint == d.target else " "
             name = c.endpoint + (" (local)" if c.local else "")
             lines.append(
                 f"{mark} {name:<24}{c.matched_tokens:>7}{c.confidence:>6.2f}{_ms(c.rtt_s):>8}{_ms(c.wait_s):>9}"
-                f"{_ms(c.overhead_s):>8}{_ms(c.prefill_s):>9}{_ms(c.cost_s):>9}  {c.state.name.lower():<9}"
-                f"{_ms(c.age_s):>8}{'  expected' if c.predicted else ''}"
+                f"{_ms(c.overhead_s):>8}{_ms(c.prefill_s):>9}{_ms(c.cost_s):>9}{_ms(c.delays_s):>8}"
+                f"  {c.state.name.lower():<9}{_ms(c.age_s):>8}{'  expected' if c.predicted else ''}"
             )
         return "\n".join(lines)
 

@@ -82,6 +82,7 @@ class LoadWire(msgspec.Struct, frozen=True, array_like=True):
     confidence_percent: Percent = 100
     held_tokens: U63 = 0
     eviction_age_ms: U32 = 0
+    arrivals_per_ks: U32 = 0
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True):

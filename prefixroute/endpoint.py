@@ -109,7 +109,8 @@ class LocalEndpoint:
         unit, confidence = self.residency.hit_unit or self.unit, self.residency.confidence
         ttl_s = ttl_s if state is not PushBackState.OPEN else 0.0
         held = self.residency.canonical_blocks * self.domain.block_size
-        self.copy.advert = Advert(report, state, ttl_s, unit, confidence, held, self.residency.eviction_age_s)
+        age_s, arrivals = self.residency.eviction_age_s, standing.arrivals_per_s(now)
+        self.copy.advert = Advert(report, state, ttl_s, unit, confidence, held, age_s, arrivals)
         return [PushBackChanged(self.copy.endpoint, state.name.lower(), reason)] if changed else []
 
     def _apply(self, batch: EngineBatch, now: float) -> tuple[Changes, list[NodeEvent]]:

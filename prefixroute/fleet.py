@@ -21,6 +21,7 @@ from typing import NamedTuple
 from .copies import Copy, Peer
 from .load import (
     DEFAULT_PREFILL_TOKENS_PER_S,
+    ArrivalRate,
     Ledger,
     LoadReport,
     Pace,
@@ -51,6 +52,7 @@ class Candidate(NamedTuple):
     token, `queued` requests there that have no first token yet. `room_tokens` fit its cache without an eviction, and
     what is evicted there was idle for `eviction_age_s`; both are infinite while nothing tells that the cache is full.
     `predicted` says that part of the match is no more than expected: the endpoint was sent that prompt a moment ago.
+    `arrivals_per_s` are requests that come to it.
     """
 
     endpoint: str
@@ -71,11 +73,20 @@ class Candidate(NamedTuple):
     room_tokens: float = inf
     eviction_age_s: float = inf
     predicted: bool = False
+    arrivals_per_s: float = 0.0
 
     @property
     def evicted_tokens(self) -> float:
         """Tokens that go from the endpoint's cache if it serves the prompt."""
         return max(0.0, self.prompt_tokens - self.matched_tokens - self.room_tokens)
+
+    @property
+    def delays_s(self) -> float:
+        """Seconds, added up, by which the prompt's prefill delays requests that come to the endpoint meanwhile.
+
+        Arrivals at rate r during a prefill of p seconds are r p, and wait for half of it: r p^2 / 2.
+        """
+        return self.arrivals_per_s * self.prefill_s * self.prefill_s / 2
 
 
 class Send(NamedTuple):
@@ -89,6 +100,7 @@ class Standing:
     """One endpoint's standing with this node. What a decision reads is kept ready; `refresh` brings it up to date."""
 
     __slots__ = (
+        "_arrivals",
         "_bias_s",
         "_eviction_age_s",
         "_reported_at",
@@ -129,6 +141,7 @@ class Standing:
         self.peer = peer
         self.bit = bit
         self.ledger = Ledger()
+        self._arrivals = ArrivalRate()
         self.estimate = RateEstimate()
         self.default_rtt_s = DEFAULT_RTT_S
         """What is taken for a round trip that was not measured yet."""
@@ -195,6 +208,14 @@ class Standing:
         """Return the seconds to a first token there, by its last word alone: its queue, fixed time and rate."""
         return self._reported_s + self.overhead_s + uncached_tokens / self.rate
 
+    def arrived(self, now: float) -> None:
+        """Note a request that a local endpoint is to serve."""
+        self._arrivals.arrived(now)
+
+    def arrivals_per_s(self, now: float) -> float:
+        """Return the requests a second that come to the endpoint, by its owner's word or by this node's count."""
+        return self._arrivals.per_s(now) if self.local else self.copy.advert.arrivals_per_s
+
     def excess_s(self, now: float) -> float:
         """Return the seconds by which first tokens came later than expected, lately: what its reports do not tell.
 
@@ -237,6 +258,7 @@ class Standing:
             self._room_tokens,
             self._eviction_age_s,
             predicted,
+            self.arrivals_per_s(now),
         )
 
 
@@ -254,13 +276,19 @@ class Fleet:
         self._owners: Counter[str] = Counter()
         self._typical_s = 0.0
         """Work of a typical forward to a peer that holds a prefix of it."""
+        self._cold_s = 0.0
+        """Work of a typical prompt of which its endpoint holds nothing."""
 
     def book(
         self, standing: Standing, ticket: int, work_s: float, tokens: int, hit: bool, now: float, until: float
     ) -> None:
         """Book a request at an endpoint. Every other origin is taken to forward as often, and what a hit takes."""
         standing.ledger.book(ticket, work_s, tokens, now, until)
-        if not standing.local:
+        if not hit:
+            self._cold_s = self._cold_s + 0.1 * (work_s - self._cold_s) if self._cold_s else work_s
+        if standing.local:
+            standing.arrived(now)
+        else:
             if hit:
                 self._typical_s = self._typical_s + 0.1 * (work_s - self._typical_s) if self._typical_s else work_s
             mirrored = max(0, len(self._owners) - 2) * min(work_s, self._typical_s)
@@ -308,9 +336,14 @@ class Fleet:
         self.rank(standing, now)
 
     def rank(self, standing: Standing, now: float) -> None:
-        """Rank an endpoint anew after a booking; ties fall at random. O(log n) and a memmove."""
+        """Rank an endpoint anew after a booking; ties fall at random. O(log n) and a memmove.
+
+        The ranking picks among those that hold the same, and matters most for a prompt that nobody holds: what such a
+        prompt delays counts (`Candidate.delays_s`).
+        """
         self._unrank(standing)
-        base = standing.rtt_s + standing.wait_s(now) + standing.overhead_s
+        delays = standing.arrivals_per_s(now) * self._cold_s * self._cold_s / 2
+        base = standing.rtt_s + standing.wait_s(now) + standing.overhead_s + delays
         standing.rank = (base, self._rng.random(), standing.name)
         insort(self._ranking, standing.rank)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from math import inf
+from math import exp, inf
 from typing import NamedTuple
 
 from .digest import LoadWire
@@ -23,6 +23,9 @@ from .errors import UsageError
 
 DEFAULT_PREFILL_TOKENS_PER_S = 8000.0
 """A mid-size model on one current accelerator; used while no endpoint is known to have another rate."""
+
+ARRIVALS_S = 30.0
+"""Time in which an arrival is worth a third: some tens of requests at a busy endpoint, and soon over after a rush."""
 
 DEFAULT_OVERHEAD_S = 0.01
 """Fixed part of a time to first token on an idle engine, until known."""
@@ -67,7 +70,8 @@ class LoadReport:
 class Advert(NamedTuple):
     """What a node believes of one endpoint's load: its freshest report, push-back, hit unit, confidence and cache.
 
-    `held_tokens` are in its cache; `eviction_age_s` is how long what it evicts was idle, infinite before the first.
+    `held_tokens` are in its cache; `eviction_age_s` is how long what it evicts was idle, infinite before the first;
+    `arrivals_per_s` are requests that come to it, lately.
     """
 
     report: LoadReport
@@ -77,6 +81,7 @@ class Advert(NamedTuple):
     confidence: float = 1.0
     held_tokens: int = 0
     eviction_age_s: float = inf
+    arrivals_per_s: float = 0.0
 
     @property
     def room_tokens(self) -> float:
@@ -104,6 +109,7 @@ class Advert(NamedTuple):
             round(self.confidence * 100),
             _capped(self.held_tokens, 63),
             max(1, _capped(self.eviction_age_s * 1000, 32)) if self.eviction_age_s < inf else 0,
+            _capped(self.arrivals_per_s * 1000, 32),
         )
 
     @classmethod
@@ -123,7 +129,8 @@ class Advert(NamedTuple):
         state = PushBackState(wire.state)
         age_s = wire.eviction_age_ms / 1000 if wire.eviction_age_ms else inf
         confidence = wire.confidence_percent / 100
-        return cls(report, state, wire.ttl_ms / 1000, wire.hit_unit, confidence, wire.held_tokens, age_s)
+        arrivals = wire.arrivals_per_ks / 1000
+        return cls(report, state, wire.ttl_ms / 1000, wire.hit_unit, confidence, wire.held_tokens, age_s, arrivals)
 
 
 def _capped(value: float, bits: int) -> int:
@@ -240,11 +247,34 @@ class Ledger:
         return 0.0
 
 
+class ArrivalRate:
+    """Requests a second, lately: each counts less by the time since, to a third after `ARRIVALS_S`. O(1)."""
+
+    __slots__ = ("_at", "_count")
+
+    def __init__(self) -> None:
+        self._count = 0.0
+        self._at = 0.0
+
+    def arrived(self, now: float) -> None:
+        """Count a request."""
+        self._count = self._left(now) + 1
+        self._at = now
+
+    def per_s(self, now: float) -> float:
+        """Return the rate. It is too low for the first `ARRIVALS_S`."""
+        return self._left(now) / ARRIVALS_S
+
+    def _left(self, now: float) -> float:
+        return self._count * exp((self._at - now) / ARRIVALS_S) if self._count else 0.0
+
+
 class RateEstimate:
     """Prefill rate and fixed time of an endpoint, from outcomes: a low estimate of the cost on purpose.
 
     Overrating the cost of prefill makes forwards look better than they are: twice too high costs up to 13 % against
-    not routing in the rule's model, half costs 0.3 %. So the rate is the upper quartile of the last 32 samples.
+    not routing in the rule's model, half costs 0.3 %. So the rate is the upper quartile of the last 32 samples, and the
+    fixed time the lower one. Engines that share a core look slower by chance, and who looks slow is not asked again.
     """
 
     __slots__ = ("_rates", "_rest")
@@ -272,10 +302,10 @@ class RateEstimate:
 
     @property
     def overhead_s(self) -> float:
-        """Median time to first token of nearly cached requests; 0.0 before four samples."""
+        """Lower quartile of the time to first token of nearly cached requests; 0.0 before four samples."""
         if len(self._rest) < 4:
             return 0.0
-        return sorted(self._rest)[len(self._rest) // 2]
+        return sorted(self._rest)[(len(self._rest) - 1) // 4]
 
 
 class Pace(NamedTuple):

@@ -53,6 +53,7 @@ def test_an_explanation_is_plain_json_with_every_term_of_every_candidate() -> No
             "queued": weighed.queued,
             "expected": weighed.predicted,
             "evicted_tokens": round(weighed.evicted_tokens),
+            "delays_ms": pytest.approx(1000 * weighed.delays_s, abs=0.01),
         }
 
 
@@ -69,10 +70,11 @@ def test_an_explanation_for_people_marks_the_chosen_one_and_shows_its_terms() ->
     assert [row.split()[1 if row[0] == "*" else 0] for row in rows] == ["b/0", "c/0", "a/0"]
     assert "a/0 (local)" in rows[2]
     assert "overloaded" in rows[1]
-    for title in ("match", "conf", "rtt", "wait", "fixed", "prefill", "cost", "push-back", "age"):
+    for title in ("match", "conf", "rtt", "wait", "fixed", "prefill", "cost", "delays", "push-back", "age"):
         assert title in titles
     for row, weighed in zip(rows, DECISION.candidates, strict=True):
         assert f"{round(1000 * weighed.cost_s, 2)}" in row
+        assert f"{round(1000 * weighed.delays_s, 2)}" in row
         assert f"{weighed.matched_tokens}" in row
 
 

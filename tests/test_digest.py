@@ -133,7 +133,7 @@ def test_overhead_bounds_a_datagram_of_many_parts() -> None:
 
 
 ENTRY = ["a/0", 1, 1, 1, 0, 0, 0, None, None]
-LOAD = [0, 0, 0, 0, 0, 0, 0, 0, 0, "", 0, 100, 0, 0]
+LOAD = [0, 0, 0, 0, 0, 0, 0, 0, 0, "", 0, 100, 0, 0, 0]
 WANT = [1, 0, 1, [[0, 9]]]
 UPDATE = ["a/0", 1, 0, 1, 0, 1, 0, KEY_LIMIT, b"", b"", "", ""]
 HEAD = ["a", 0, 0, False, None, [], []]

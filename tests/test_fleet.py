@@ -10,7 +10,7 @@ import pytest
 from prefixroute import LoadReport, PushBackState
 from prefixroute.copies import Copy, Peer
 from prefixroute.fleet import BELIEF, DEFAULT_RTT_S, SURPRISE_FADES_S, Fleet, Send, Standing
-from prefixroute.load import DEFAULT_PREFILL_TOKENS_PER_S, Advert
+from prefixroute.load import ARRIVALS_S, DEFAULT_PREFILL_TOKENS_PER_S, Advert
 
 SEEDS = range(12)
 STATES = (PushBackState.OPEN, PushBackState.OPEN, PushBackState.OVERLOADED, PushBackState.REFUSING)
@@ -53,6 +53,27 @@ def test_what_is_evicted_on_the_way_there_is_no_hit() -> None:
     assert confidence(eviction_age_s=10.0) == pytest.approx(BELIEF * exp(-0.1))
     assert confidence(eviction_age_s=0.0) == 0.0
     assert standing(local=True, eviction_age_s=0.0).confidence == 1.0
+
+
+def test_arrivals_are_counted_here_and_told_of_a_peer() -> None:
+    local, remote = standing(local=True), standing(arrivals_per_s=0.25)
+    local.arrived(10.0)
+    assert local.arrivals_per_s(10.0) == local.weigh(0, 100, 16, 10.0).arrivals_per_s == pytest.approx(1 / ARRIVALS_S)
+    assert remote.arrivals_per_s(10.0) == remote.weigh(0, 100, 16, 10.0).arrivals_per_s == 0.25
+
+
+def test_of_idle_peers_the_one_where_a_cold_prompt_delays_fewest_comes_first() -> None:
+    fleet = Fleet(random.Random(1))
+    rates = {"b/0": 0.5, "c/0": 0.1, "d/0": 0.3}
+    for i, (name, rate) in enumerate(rates.items()):
+        fleet.add(standing(name, bit=1 << i, arrivals_per_s=rate), 0.0)
+    own = standing("a/0", local=True, bit=8)
+    fleet.add(own, 0.0)
+    fleet.book(own, 1, 1.0, 1000, False, 0.0, 99.0)
+    fleet.refresh_all(0.0)
+    assert [found.name for found in fleet.cheapest(7, 3)] == ["c/0", "d/0", "b/0"]
+    assert own.arrivals_per_s(0.0) > 0, "a booking here is an arrival"
+    assert fleet.standings["b/0"].arrivals_per_s(0.0) == 0.5
 
 
 def test_a_local_queue_is_the_worse_of_what_a_probe_saw_and_what_was_booked() -> None:

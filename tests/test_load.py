@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from prefixroute import LoadReport, PushBackSettings, PushBackState, UsageError
 from prefixroute.digest import LoadWire
 from prefixroute.load import (
+    ARRIVALS_S,
     Advert,
+    ArrivalRate,
     Ledger,
     PushBack,
     RateEstimate,
@@ -325,6 +328,30 @@ def test_the_rate_is_unknown_before_four_samples() -> None:
         estimate.add(10, 0.05, False)
     assert estimate.overhead_s == 0.05
     assert estimate.prefill_tokens_per_s > 0
+
+
+def test_the_fixed_time_is_that_of_the_quicker_ones() -> None:
+    """Some nearly cached requests shared a core with others' prefill: that is no fixed part of anything."""
+    assert fed([(10, t) for t in (0.06, 0.3, 0.25, 0.07, 0.4, 0.2, 0.5, 0.3)]).overhead_s == 0.07
+
+
+# --- arrivals ----------------------------------------------------------------------------------------------
+
+
+def test_a_steady_stream_is_counted_at_its_rate() -> None:
+    rate = ArrivalRate()
+    assert rate.per_s(0.0) == 0.0
+    for i in range(2000):
+        rate.arrived(1e6 + i / 4)
+    assert rate.per_s(1e6 + 1999 / 4) == pytest.approx(4.0, rel=0.01)
+
+
+def test_arrivals_fade_with_time_alone() -> None:
+    rate = ArrivalRate()
+    for _ in range(3):
+        rate.arrived(5.0)
+    assert rate.per_s(5.0) == pytest.approx(3 / ARRIVALS_S)
+    assert rate.per_s(5.0 + ARRIVALS_S) == pytest.approx(3 / ARRIVALS_S / math.e)
 
 
 @pytest.mark.parametrize("outliers", [[10.0] * 12, [0.01] * 7, [10.0] * 6 + [0.01] * 6])

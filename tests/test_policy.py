@@ -319,3 +319,41 @@ def test_a_gateway_counts_what_it_would_evict() -> None:
     assert asked(RentOrBuy(), request(), full, empty) == "c/0"
     assert asked(RentOrBuy(), request(), full, empty._replace(room_tokens=0.0)) == "b/0"
     assert asked(RentOrBuy(), request(), candidate("b/0", depth=60)._replace(room_tokens=0.0), empty) == "b/0"
+
+
+# --- what a prefill delays ---------------------------------------------------------------------------------
+
+
+def busy(name: str, arrivals_per_s: float, prompt_tokens: int = 1024, **terms: float) -> Candidate:
+    """A candidate that holds nothing and prefills 1,000 tokens a second."""
+    local = name == "a/0"
+    weighed = candidate(name, local=local, prompt_tokens=prompt_tokens, tokens_per_s=1000.0, **terms)
+    return weighed._replace(arrivals_per_s=arrivals_per_s)
+
+
+def test_a_prefill_delays_whoever_comes_meanwhile_by_half_of_it() -> None:
+    assert busy("a/0", 0.4, 2000).delays_s == pytest.approx(0.4 * 2.0 * 2.0 / 2)
+
+
+def test_a_cold_prompt_goes_where_it_delays_fewer() -> None:
+    own, quiet = busy("a/0", 0.4), busy("b/0", 0.0, rtt_s=0.01)
+    choice = RentOrBuy().choose(request(1024), [own, quiet], random.Random(1))
+    assert (choice.order[0].endpoint, choice.reason) == ("b/0", "shorter wait")
+
+
+def test_it_does_not_travel_further_than_that_is_worth() -> None:
+    own = busy("a/0", 0.4)
+    far = busy("b/0", 0.0, rtt_s=own.delays_s + 0.01)
+    assert RentOrBuy().choose(request(1024), [own, far], random.Random(1)).order[0].local
+
+
+def test_a_short_prompt_stays_wherever_it_comes() -> None:
+    choice = RentOrBuy().choose(request(64), [busy("a/0", 0.4, 64), busy("b/0", 0.0, 64, rtt_s=0.01)], random.Random(1))
+    assert choice.order[0].local
+
+
+def test_what_the_delays_cost_is_no_part_of_the_first_tokens_time() -> None:
+    own = busy("a/0", 5.0)
+    assert own.cost_s == pytest.approx(own.overhead_s + own.prefill_s)
+    choice = RentOrBuy().choose(request(1024), [own, busy("b/0", 0.0, rtt_s=0.01)], random.Random(1))
+    assert choice.budget_s == pytest.approx(max(c.cost_s for c in choice.order))

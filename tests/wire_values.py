@@ -35,6 +35,9 @@ loads = st.builds(
     texts.map(lambda t: t[:64]),
     u32,
     percent,
+    u63,
+    u32,
+    u32,
 )
 ranges = st.lists(st.tuples(u48, u48), min_size=1, max_size=MAX_MISSING)
 wants = st.builds(Want, ordinal, u63, ordinal, ranges)

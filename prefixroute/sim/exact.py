@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from math import exp
 from typing import Any, NamedTuple
 
 from prefixroute import (
@@ -31,6 +32,9 @@ from prefixroute import (
 
 from .serving import Attempt, Bare, Job, MakePolicy, ServingSettings
 from .workloads import Trace
+
+ARRIVALS_S = 30.0
+"""Time in which an arrival is worth a third, as nodes have it."""
 
 
 class Flying(NamedTuple):
@@ -67,6 +71,8 @@ class Exact(Bare):
         self._target = {endpoint: i for i, endpoint in enumerate(self._endpoints)}
         self._policies = [make_policy() for _ in range(settings.nodes)]
         self._flying: list[dict[int, Flying]] = [{} for _ in range(settings.nodes)]
+        self._came = [(0.0, 0.0)] * settings.nodes
+        """By node: requests that came, each worth less by the time since, and when that was counted."""
 
     def route(self, job: Job, now: float) -> int:
         """Ask the origin's policy."""
@@ -86,6 +92,15 @@ class Exact(Bare):
         """Note that it is on its way no longer."""
         del self._flying[attempt.target][attempt.job.index]
         return True
+
+    def serve(self, attempt: Attempt, now: float) -> None:
+        """Count it where it came."""
+        self._came[attempt.target] = (1.0 + self._recent(attempt.target, now), now)
+        super().serve(attempt, now)
+
+    def _recent(self, i: int, now: float) -> float:
+        count, at = self._came[i]
+        return count * exp((at - now) / ARRIVALS_S)
 
     def admitted(self, attempt: Attempt, batch: Any, now: float) -> None:
         """Let the oracle hear of it."""
@@ -114,6 +129,7 @@ class Exact(Bare):
             queued=engine.server.queued,
             room_tokens=float(engine.cache.room_tokens),
             eviction_age_s=engine.cache.eviction_age_s,
+            arrivals_per_s=self._recent(i, now) / ARRIVALS_S,
         )
 
 

@@ -38,8 +38,8 @@ class AnswerError(Exception):
 
 
 @dataclass(slots=True)
-class _Answer:
-    """What one attempt has received so far."""
+class Answer:
+    """What one attempt has received so far; times by `time.monotonic`. `served_by` is the endpoint, if one is named."""
 
     served_by: str = ""
     first_token_at: float | None = None
@@ -95,7 +95,7 @@ async def _send(
     for attempt in range(len(nodes)):
         origin = nodes[(request.origin + attempt) % len(nodes)]
         try:
-            answer = await _ask(client, origin, request, model)
+            answer = await ask(client, origin, model, request.prompt, request.answer_tokens)
         except (httpx.HTTPError, AnswerError) as error:
             errors.append(f"{origin.node}: {str(error) or type(error).__name__}")
             continue
@@ -111,7 +111,7 @@ async def _send(
     return sample
 
 
-def _sample(request: TraceRequest, origin: NodeAddress, answer: _Answer, resends: int, began: float) -> Sample:
+def _sample(request: TraceRequest, origin: NodeAddress, answer: Answer, resends: int, began: float) -> Sample:
     assert answer.first_token_at is not None
     return Sample(
         number=request.number,
@@ -127,18 +127,20 @@ def _sample(request: TraceRequest, origin: NodeAddress, answer: _Answer, resends
     )
 
 
-async def _ask(client: httpx.AsyncClient, origin: NodeAddress, request: TraceRequest, model: str) -> _Answer:
-    """One attempt at one node; AnswerError when the answer did not come whole."""
+async def ask(
+    client: httpx.AsyncClient, origin: NodeAddress, model: str, prompt: str | Sequence[int], answer_tokens: int
+) -> Answer:
+    """One attempt at one node, with a text or token ids; AnswerError when the answer did not come whole."""
     body = {
         "model": model,
-        "prompt": request.prompt,
-        "max_tokens": request.answer_tokens,
+        "prompt": prompt,
+        "max_tokens": answer_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    answer = _Answer()
+    answer = Answer()
     async with client.stream("POST", f"{origin.url}/v1/completions", json=body) as response:
         if response.status_code != 200:
             detail = (await response.aread()).decode("utf-8", "replace")[:_MAX_ERROR_CHARS]
@@ -152,7 +154,7 @@ async def _ask(client: httpx.AsyncClient, origin: NodeAddress, request: TraceReq
     return answer
 
 
-def _take(answer: _Answer, data: str) -> None:
+def _take(answer: Answer, data: str) -> None:
     """Fold one server-sent event into the answer."""
     if data == "[DONE]":
         answer.done = True

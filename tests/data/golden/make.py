@@ -44,7 +44,7 @@ def mark(*values: int) -> int:
     return checksum(keys(*values)) & MARK_MASK
 
 
-LOAD = LoadWire(3, 2, 4096, 8000, 10000, 524288, 87, 1, 2000, "queue of 4.1 s", 16, 95, 400000, 61000)
+LOAD = LoadWire(3, 2, 4096, 8000, 10000, 524288, 87, 1, 2000, "queue of 4.1 s", 16, 95, 400000, 61000, 1250)
 
 SNAPSHOT = Update(
     *("a/0", 1, 0, 2, checksum(keys(3, 9, 20)), 1, 0, 0),
