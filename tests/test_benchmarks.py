@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import engine_traces  # noqa: E402
 
 
 def run(name: str, *arguments: str) -> dict[str, Any]:
@@ -119,3 +126,36 @@ def test_gossip_joiners_and_memory() -> None:
             the(values, "memory", published, "after all of them") > 0
             and the(values, "memory", published, "growth") > -50
         )
+
+
+# --- real engines ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("trace", "requests", "topics"), [("W1", 48, 6), ("W2", 96, 12), ("W3", 40, 8)])
+def test_traces_of_engines_are_what_they_say(trace: str, requests: int, topics: int) -> None:
+    asks = engine_traces.TRACES[trace](1)
+    assert asks == engine_traces.TRACES[trace](1) != engine_traces.TRACES[trace](2)
+    assert len(asks) == requests and {ask.topic for ask in asks} <= set(range(topics))
+    assert all(later.at >= ask.at for ask, later in pairwise(asks))
+    if trace == "W1":
+        assert {len(ask.prompt) for ask in asks} == {1024 + 32}
+        assert len({ask.prompt[:1024] for ask in asks}) == 6
+    elif trace == "W2":
+        assert 600 + 48 <= min(len(ask.prompt) for ask in asks) <= max(len(ask.prompt) for ask in asks) <= 1000 + 80
+        assert Counter(ask.topic for ask in asks).most_common(1)[0][0] < 3
+    else:
+        for topic in range(topics):
+            turns = [ask.prompt for ask in asks if ask.topic == topic]
+            assert [len(turn) for turn in turns] == [119 + 154 * i for i in range(5)]
+            assert all(later[: len(turn)] == turn for turn, later in pairwise(turns))
+
+
+def test_engines_compares_contenders_on_the_same_requests() -> None:
+    written = run("engines.py", "--engines", "emulated,emulated", "--traces", "W1", "--repetitions", "1")
+    rows = {row["contender"]: row for row in written["rows"]}
+    assert set(rows) == {"alone", "sticky", "routed"}
+    assert all(row["errors"] == 0 and sum(row["splits"][0]) == 48 for row in rows.values())
+    assert rows["alone"]["cached_share"] < rows["sticky"]["cached_share"]
+    assert rows["sticky"]["cold"] == [6] and rows["sticky"]["forwards"] == [0]
+    # One cold prefill a prefix, and one more where two nodes got it at once.
+    assert 6 <= rows["routed"]["cold"][0] <= 9 and rows["routed"]["forwards"][0] > 0

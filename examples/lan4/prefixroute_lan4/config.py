@@ -53,7 +53,8 @@ class EngineConfig(_Strict, frozen=True, kw_only=True):
     `events`, `replay`, `topic` and `bind` are `endpoint`, `replay_endpoint`, `topic` and `bind` of the engine's own
     ``--kv-events-config``, word for word: they tell who binds. They are those of rank 0, of `ranks` data-parallel ones.
     Without `events` the engine is asked (vLLM >= 0.31, SGLang where it publishes over tcp).
-    `prefill_tokens_per_s` is its speed where it is known; 0 lets the node learn it from answers.
+    `prefill_tokens_per_s` is its speed where it is known; 0 lets the node learn it from answers. `tokenizer_file` is a
+    copy of its ``tokenizer.json``, or the folder of it, to read prompts here instead of asking the engine.
     """
 
     url: str
@@ -64,6 +65,7 @@ class EngineConfig(_Strict, frozen=True, kw_only=True):
     bind: bool | None = None
     ranks: int = 1
     prefill_tokens_per_s: float = 0.0
+    tokenizer_file: str = ""
     load_probe_s: float = 0.5
 
     def __post_init__(self) -> None:

@@ -50,6 +50,7 @@ from .attach import Attachment
 from .config import SidecarConfig, load_config, make_policy
 from .exchange import BUDGET_HEADER, HOP_HEADER, Call, Exchange, Site, budget_of, declined_reply
 from .measure import quantile
+from .own_tokenizer import OwnTokenizer
 from .sockets import open_gossip, open_listener
 from .tokens import Prompt, PromptReader
 from .upstream import error_reply
@@ -108,6 +109,7 @@ class Sidecar:
     async def running(self) -> AsyncIterator[Sidecar]:
         """Gossip, follow the engine and probe its load until the block ends; UsageError when a port is taken."""
         config = self.config
+        own = OwnTokenizer(config.engine.tokenizer_file) if config.engine.tokenizer_file else None
         self.transport = await open_gossip(config.gossip)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEEPALIVE_S)
         async with (
@@ -117,7 +119,7 @@ class Sidecar:
             self.driver = driver
             self.engine.connect(client, driver)
             self._site = Site(self.node, driver.now, client, self.engine, config.timeouts)
-            self._prompts = PromptReader(client, config.engine.url, config.domain.model)
+            self._prompts = PromptReader(client, config.engine.url, config.domain.model, own)
             tasks = [asyncio.create_task(work) for work in (*self.engine.work(), driver.wait())]
             for task in tasks:
                 task.add_done_callback(_complain)

@@ -1,13 +1,15 @@
 """From a request's body to what the node routes by: token ids and namespace.
 
 Rules:
-1. The engine's own tokenizer decides (``POST /tokenize``); the sidecar has none, so the two cannot disagree.
+1. The engine's own tokenizer decides (``POST /tokenize``). A copy of it (`OwnTokenizer`), where one is configured,
+   reads plain texts as long as it agrees.
 2. A prompt that cannot be told exactly (images, several prompts, an engine that does not answer) has no tokens:
    it is routed by load alone. A missed chance, never a wrong match.
 """
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,6 +20,10 @@ import xxhash
 from cachetools import LRUCache
 
 from prefixroute import Namespace
+
+from .own_tokenizer import OwnTokenizer
+
+log = logging.getLogger("prefixroute.sidecar")
 
 _CHAT_FIELDS = (
     "messages",
@@ -46,10 +52,11 @@ class _Tokenized(msgspec.Struct):
 class PromptReader:
     """Reads prompts with the engine's tokenizer, and remembers the last ones by their digest."""
 
-    def __init__(self, client: httpx.AsyncClient, engine_url: str, model: str) -> None:
+    def __init__(self, client: httpx.AsyncClient, engine_url: str, model: str, own: OwnTokenizer | None = None) -> None:
         self._client = client
         self._url = f"{engine_url}/tokenize"
         self._model = model
+        self._own = own
         self._memo: LRUCache[bytes, array[int]] = LRUCache(_MEMO_PROMPTS)
         self._decoder = msgspec.json.Decoder(_Tokenized)
 
@@ -70,9 +77,22 @@ class PromptReader:
         digest = xxhash.xxh3_128_digest(body)
         tokens = self._memo.get(digest)
         if tokens is None:
-            tokens = await self._ask_engine(body)
+            tokens = await self._read(question, body)
             if tokens is not None:
                 self._memo[digest] = tokens
+        return tokens
+
+    async def _read(self, question: dict[str, Any], body: bytes) -> array[int] | None:
+        text, own = question.get("prompt"), self._own
+        if own is None or not isinstance(text, str):
+            return await self._ask_engine(body)
+        tokens = await own.read(text, question.get("add_special_tokens") is not False)
+        if own.checking:
+            told = await self._ask_engine(body)
+            if told is not None and not own.compare(tokens, told):
+                log.warning("engine.tokenizer_file does not read prompts as the engine does: it is not used")
+                self._own = None
+            return told
         return tokens
 
     async def _ask_engine(self, body: bytes) -> array[int] | None:
@@ -90,7 +110,7 @@ def _completion_question(payload: Mapping[str, Any]) -> array[int] | dict[str, A
     """Token ids as they are, or what to ask the engine; None for several prompts or none."""
     prompt = payload.get("prompt")
     if isinstance(prompt, str):
-        return {"prompt": prompt}
+        return {field: payload[field] for field in ("prompt", "add_special_tokens") if field in payload}
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         try:
             return array("I", prompt)
