@@ -187,8 +187,8 @@ class PushBackChanged:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyChanged:
-    """A local endpoint's residency became ``partial``, ``exact`` or ``restarted``, its engine is ``silent``, or events
-    of another rank came to it (``mixed``); and why.
+    """A local endpoint's residency became ``partial``, ``exact`` or ``restarted``, its engine is ``silent``, more of
+    its blocks are live than it has (``inflated``), or events of another rank came to it (``mixed``); and why.
     """
 
     endpoint: str

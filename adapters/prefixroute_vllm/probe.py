@@ -3,6 +3,7 @@
 Rules, beside those of `prefixroute_zmq.probe`:
 1. The gauges lag: two prompts in prefill can still read as idle (0.32.0).
 2. `kv_used` is what live requests use; cached blocks are free in vLLM's eyes.
+3. Both levels of sleep that the page knows discard the KV cache; level 0 only pauses, keeps it, and reads as awake.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def load_reports(page: str) -> dict[int, LoadReport]:
             capacity_tokens=capacity.get(rank, 0),
             refusing=rank in asleep,
             reason=asleep.get(rank, ""),
+            asleep=rank in asleep,
         )
         for rank, values in ranks.items()
     }

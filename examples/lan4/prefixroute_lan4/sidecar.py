@@ -41,7 +41,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from prefixroute import Decision, Node, metrics
+from prefixroute import Decision, EndpointStats, Node, metrics
 from prefixroute.aio import Driver
 from prefixroute.errors import UsageError
 from prefixroute.events import NodeEvent
@@ -227,7 +227,7 @@ class Sidecar:
                 "bytes_per_s": self.transport.bytes_sent / seconds,
             },
             "engine_events": self.engine.stats(),
-            "state": {**state._asdict(), "endpoints": [row._asdict() for row in state.endpoints]},
+            "state": {**state._asdict(), "endpoints": [_endpoint(row) for row in state.endpoints]},
         }
 
     async def _metrics(self, request: Request) -> Response:
@@ -236,6 +236,10 @@ class Sidecar:
 
     async def _health(self, request: Request) -> Response:
         return _json({"status": "ok", "node": self.config.node})
+
+
+def _endpoint(row: EndpointStats) -> dict[str, Any]:
+    return {**row._asdict(), "accuracy": {**row.accuracy._asdict(), "compared": row.accuracy.compared}}
 
 
 def _json(value: object) -> Response:
