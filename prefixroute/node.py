@@ -43,7 +43,7 @@ from .events import (
 from .fleet import Standing
 from .gossip import Datagram, Gossip
 from .load import LoadReport, PushBackSettings
-from .overview import EndpointStats, NodeStats, row_of
+from .overview import NodeStats, row_of
 from .policy import Policy, RentOrBuy
 from .residency import Residency
 from .router import Flight, Router

@@ -1,9 +1,8 @@
-"""Calls through the sidecar that empty the engine's cache: which they are, and that they count at once and no longer."""
+"""Calls through the sidecar that empty the engine's cache: which they are, and that they count at once."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -1,8 +1,8 @@
 """Order and lives of a vLLM stream: a table of scenarios, then a model engine with every fault.
 
 Words of the table. In: `C` new connection, `L3` live message 3, `R3` replayed message 3, `E` end marker, `T` time
-runs out, `Z` begin anew; a letter after a number is the engine's life, `!` a message that cannot be decoded. Out: `3` applied, `?3`
-replay asked from 3, `G2` a gap of 2, `X` the view is cleared.
+runs out, `Z` begin anew; a letter after a number is the engine's life, `!` a message that cannot be decoded. Out: `3`
+applied, `?3` replay asked from 3, `G2` a gap of 2, `X` the view is cleared.
 """
 
 from __future__ import annotations

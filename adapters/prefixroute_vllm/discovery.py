@@ -9,6 +9,7 @@ Rules:
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import httpx
@@ -37,6 +38,7 @@ __all__ = [
     "endpoint_of_rank",
     "live_address",
     "replay_address",
+    "reports_on_request",
 ]
 
 HOW_TO_PUBLISH: Final = (
@@ -44,6 +46,9 @@ HOW_TO_PUBLISH: Final = (
     '"replay_endpoint":"tcp://*:5558"}\''
 )
 """What to add to the command of an engine that publishes no events."""
+
+_VERSION: Final = re.compile(r"(\d{1,4})\.(\d{1,4})\b")
+_REPORTS_SINCE: Final = (0, 30)
 
 
 async def discover(
@@ -69,6 +74,19 @@ async def discover(
         sources = sorted((source for source in found if source is not None), key=lambda source: source.rank)
         return [source._replace(bind=await is_bound(source, ENGINE.binding_hosts, timeout_s)) for source in sources]
     return sources_of_ranks(endpoint, replay_endpoint, topic, ranks, host)
+
+
+async def reports_on_request(
+    base_url: str, *, timeout_s: float = TIMEOUT_S, client: httpx.AsyncClient | None = None
+) -> bool:
+    """Whether the engine at `base_url` tells the blocks that a request reuses, and whose request it was (0.30 on).
+
+    See `decode.REPORT_SESSION`. False when it cannot be reached.
+    """
+    told = await fetch_json(base_url.rstrip("/") + "/version", timeout_s, client)
+    version = told.get("version") if isinstance(told, dict) else None
+    match = _VERSION.match(version) if isinstance(version, str) else None
+    return match is not None and (int(match[1]), int(match[2])) >= _REPORTS_SINCE
 
 
 def _source(rank: str, config: Any, host: str) -> EventSource | None:

@@ -1,7 +1,7 @@
 """Whether an engine binds the event socket that it tells, where its endpoint does not say so.
 
 An engine that lets the system choose a port tells the address that came out (vLLM's ``tcp://*:0``), and SGLang tells
-no ``"bind": true``. Such an endpoint looks like one that the engine connects to. If somebody listens there, it is bound.
+no ``"bind": true``. Such an endpoint looks like one that it connects to; if somebody listens there, it is bound.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ Rules:
 3. A request says which rank is meant only where there are several: an engine with one need not know the word.
 4. A rank that cannot be followed is told and stops no other one. An engine that says that it publishes nothing is
    served by routing history until it does, and the log says which option it lacks.
-5. More live blocks than the engine has prove that its stream lost removals: it is read anew, once a while.
+5. More live blocks than the engine has prove that its stream lost removals: it is read anew, once a while. A gap that
+   no replay has filled is repaired by asking the engine, where it can be asked (`repair`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from prefixroute.aio import Driver
 from prefixroute.events import EngineBatch, StreamRestarted
 
 from .config import EngineConfig
-from .kinds import KINDS, AdminCall, Headers, LoadPush
+from .kinds import KINDS, AdminCall, Headers, LoadPush, Reports
 from .ranks import Change, Running, Told, ask
+from .repair import Repairs
 from .resets import OwnResets
 
 log = logging.getLogger("prefixroute.sidecar")
@@ -62,6 +64,9 @@ class Attachment:
         self._resynced_at: dict[str, float] = {}
         self._refused_until: dict[str, float] = {}
         self._resets = OwnResets(node)
+        self._repairs = Repairs()
+        self._reports: Reports | None = None
+        """How the engine is asked to report, once it is known to do so."""
         self._change = Change()
         self._up = False
         self._add(0, now)
@@ -78,6 +83,8 @@ class Attachment:
 
     def aimed(self, target: str, headers: Headers, body: bytes) -> tuple[Headers, bytes]:
         """A request's headers and body as the engine wants them, for one of `endpoints`."""
+        if self._reports is not None and self._repairs.due(target, self._node.residency(target), self._driver.now()):
+            body = self._reports.ask(headers, body, self._repairs.asked) or body
         if len(self.endpoints) < 2:
             return headers, body
         return self._kind.aim(headers, body, self.endpoints[target])
@@ -102,8 +109,14 @@ class Attachment:
             self._driver.wake()
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """What each rank's event stream has brought, by rank."""
-        return {str(self.endpoints[name]): one.stats()._asdict() for name, one in self._followers.items()}
+        """What each rank's event stream has brought, by rank, and the blocks that the engine confirmed when asked."""
+        return {
+            str(self.endpoints[name]): {
+                **follower.stats()._asdict(),
+                "confirmed": self._node.residency(name).counts.confirmed,
+            }
+            for name, follower in self._followers.items()
+        }
 
     # --- ranks and events ----------------------------------------------------------------------------------
 
@@ -135,6 +148,9 @@ class Attachment:
                 said = told.why
                 if told.sources or told.silent:
                     self._take(told, running)
+                    reports = self._kind.reports
+                    able = reports is not None and await reports.can(self.config.url, client=self._client)
+                    self._reports = reports if able else None
                     running.keep({**self._wanted(), **await self._wanted_loads()})
                 await self._change.wait(not told.why, self._followers.values())
 

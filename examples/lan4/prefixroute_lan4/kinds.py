@@ -25,6 +25,9 @@ RANK_HEADER = "x-data-parallel-rank"
 RANK_FIELD = "routed_dp_rank"
 """The same in the body of a request to SGLang."""
 
+SESSION_HEADER = "x-session-id"
+"""Where a request may name its session for vLLM."""
+
 Headers = Sequence[tuple[str, str]]
 
 
@@ -37,6 +40,21 @@ def by_field(headers: Headers, body: bytes, rank: int) -> tuple[Headers, bytes]:
     """Aim a request, whose body is a JSON object, at a rank as SGLang wants it. The other fields keep their bytes."""
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     return headers, msgspec.json.encode({**fields, RANK_FIELD: rank})
+
+
+def asking_for_report(headers: Headers, body: bytes, number: int) -> bytes | None:
+    """A request's body, a JSON object, that makes vLLM tell the blocks it reuses; None for one with its own session."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    asked = fields.get("vllm_xargs")
+    try:
+        xargs = msgspec.json.decode(asked, type=dict[str, msgspec.Raw]) if asked and bytes(asked) != b"null" else {}
+    except msgspec.ValidationError:
+        return None  # the engine will say what is wrong with it
+    if "session_id" in fields or "session_id" in xargs or SESSION_HEADER in {name for name, _ in headers}:
+        return None
+    session = f"{vllm.REPORT_SESSION}-{number}"
+    xargs["kv_cache_report_mode"] = msgspec.Raw(b'"full"')
+    return msgspec.json.encode({**fields, "session_id": session, "vllm_xargs": xargs})
 
 
 def without_rank(headers: Headers) -> Headers:
@@ -64,7 +82,7 @@ def _always(call: AdminCall) -> bool:
 
 
 def _not_refused(call: AdminCall) -> bool:
-    """A reset while blocks are in use is answered with success, and says that it was none; older engines say nothing."""
+    """A reset while blocks are in use is answered with 200, and says that it did nothing; older engines do not say."""
     return call.told.get("success", True) is not False
 
 
@@ -83,7 +101,7 @@ def _unless_kept(call: AdminCall) -> bool:
     return call.asked.get("flush_cache", True) is not False and _not_refused(call)
 
 
-# Waking up is not among them: the cache was emptied when the engine fell asleep, unless that was level 0, which keeps it.
+# Waking up is not among them: what there was to empty was emptied at the fall, and a sleep of level 0 keeps it.
 _VLLM_EMPTIES: Mapping[str, Emptied] = {
     "/reset_prefix_cache": _not_refused,
     "/sleep": _deep_sleep,
@@ -106,6 +124,13 @@ class LoadPush(NamedTuple):
     follower: type[sglang.LoadFollower]
 
 
+class Reports(NamedTuple):
+    """How an engine is asked to tell again what a request reuses: whether it can, and the request's new body."""
+
+    can: Callable[..., Awaitable[bool]]
+    ask: Callable[[Headers, bytes, int], bytes | None]
+
+
 class EngineKind(NamedTuple):
     """What an adapter offers, and how a request is aimed at one of the engine's ranks.
 
@@ -120,10 +145,19 @@ class EngineKind(NamedTuple):
     how_to_publish: str
     empties: Mapping[str, Emptied]
     push: LoadPush | None = None
+    reports: Reports | None = None
 
 
 KINDS: Mapping[str, EngineKind] = {
-    "vllm": EngineKind(vllm.discover, vllm.Follower, vllm.LoadProbe, by_header, VLLM_PUBLISHES, _VLLM_EMPTIES),
+    "vllm": EngineKind(
+        vllm.discover,
+        vllm.Follower,
+        vllm.LoadProbe,
+        by_header,
+        VLLM_PUBLISHES,
+        _VLLM_EMPTIES,
+        reports=Reports(vllm.reports_on_request, asking_for_report),
+    ),
     "sglang": EngineKind(
         sglang.discover,
         sglang.Follower,

@@ -1,4 +1,4 @@
-"""Which ranks the local engine has and where they publish: asked of the engine, and asked again when it may have changed.
+"""Which ranks the local engine has and where they publish: asked of it, and asked again when that may have changed.
 
 Rules:
 1. The engine's last word counts. One that does not answer, or cannot tell, changes nothing.

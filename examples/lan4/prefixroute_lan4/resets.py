@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import inf
 
 from prefixroute import BlocksCleared, EngineBatch, Node, StreamGap, StreamRestarted
 from prefixroute.events import GPU
@@ -35,7 +34,7 @@ class OwnResets:
         return {endpoint: self._node.residency(endpoint).counts.clears for endpoint in endpoints}
 
     def emptied(self, endpoints: Mapping[str, int], before: Mapping[str, int], now: float) -> None:
-        """The call emptied the caches of `endpoints`, given with their ranks; `before` it they were cleared so often."""
+        """The call emptied the caches of `endpoints`, given with their ranks, cleared so often `before` it."""
         for endpoint, rank in endpoints.items():
             if self._node.residency(endpoint).counts.clears == before.get(endpoint):
                 self._node.apply(endpoint, EngineBatch((BlocksCleared(GPU),), rank), now)
