@@ -247,8 +247,7 @@ class Node:
 
     def set_load(self, endpoint: str, report: LoadReport, now: float) -> None:
         """Take a probe's report of the endpoint's engine. One that fell asleep has dropped its cache."""
-        local = self._local(endpoint)
-        self._took(endpoint, *local.probed(report, now))
+        self._took(endpoint, *self._local(endpoint).probed(report, now), news_at=now)
         self._advertise(endpoint, now)
         self._fleet.refresh(self._fleet.standings[endpoint], now)
 
@@ -258,7 +257,7 @@ class Node:
         Without this it begins after some served prompts without an event. It ends with the first block that the engine
         tells of. Harmless when it is so already.
         """
-        self._took(endpoint, *self._local(endpoint).go_by_history(reason, now))
+        self._took(endpoint, *self._local(endpoint).go_by_history(reason, now), news_at=now)
 
     def load(self, endpoint: str, now: float) -> LoadReport:
         """Return what the endpoint advertises right now; fit to ride in a reply."""
@@ -366,9 +365,11 @@ class Node:
             reason = f"events of rank {theirs} came to the endpoint of rank {ours}: add an endpoint for each rank"
             self._events.append(ResidencyChanged(endpoint, "mixed", reason))
 
-    def _took(self, endpoint: str, changes: Changes, told: list[NodeEvent]) -> None:
+    def _took(self, endpoint: str, changes: Changes, told: list[NodeEvent], *, news_at: float | None = None) -> None:
         if changes.added or changes.removed:
             self._index.update(endpoint, changes.added, changes.removed)
+            if news_at is not None:
+                self._gossip.tempo.stir(news_at)
         self._events.extend(told)
 
     def _advertise(self, endpoint: str, now: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_reports_that_tell_nothing_are_asked_for_less_and_less() -> None:
         if repairs.due("n/0", residency, now):
             asked.append(now)
         now += 0.5
-    pauses = [after - before for before, after in zip(asked, asked[1:], strict=False)]
+    pauses = [after - before for before, after in pairwise(asked)]
     assert pauses[:7] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
     assert set(pauses[6:]) == {LONGEST_PAUSE_S}
     taught(residency, 1)
