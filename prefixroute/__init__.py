@@ -4,6 +4,7 @@ Each node mirrors its own engine's KV cache exactly, nodes gossip compact digest
 decides by itself, in microseconds, whether to serve it or to forward it once. Start at `Node`.
 """
 
+from .accuracy import Accuracy
 from .chain import TokenChain
 from .decision import Decision, Explanation, Outcome, OutcomeKind
 from .domain import Domain
@@ -30,7 +31,8 @@ from .events import (
 from .fleet import Candidate
 from .gossip import Datagram
 from .load import LoadReport, PushBackSettings, PushBackState
-from .node import Digest, EndpointStats, Node, NodeSettings, NodeStats
+from .node import Digest, Node, NodeSettings
+from .overview import EndpointStats, NodeStats
 from .policy import POLICIES, Choice, GreedyCost, LeastLoad, LongestMatch, NoRouting, Policy, RentOrBuy, Request
 from .residency import Residency
 
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "POLICIES",
+    "Accuracy",
     "BlocksCleared",
     "BlocksRemoved",
     "BlocksStored",

@@ -1,8 +1,8 @@
 """An endpoint that this node owns: the mirror of its engine, what it publishes, and what it advertises.
 
 Rules:
-1. The engine's events are the truth. Without any, after `SILENT_AFTER` served prompts, what was routed stands in for
-   them, and an event says so (Dynamo #11984).
+1. The engine's events are the truth. Without any, after `SILENT_AFTER` served prompts or at the caller's word, what was
+   routed stands in for them, and an event says so (Dynamo #11984). The first block that the engine tells of ends that.
 2. What is advertised is the worse of what a probe saw and what this node has booked: a probe lags by its interval, and
    vLLM's gauges read 0 while prompts are in prefill (0.32.0).
 """
@@ -17,7 +17,18 @@ from .chain import TokenChain
 from .changes import Changes
 from .copies import Copy
 from .domain import Domain
-from .events import EngineBatch, NodeEvent, PushBackChanged, ResidencyChanged, StreamRestarted
+from .events import (
+    GPU,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EngineBatch,
+    NodeEvent,
+    PushBackChanged,
+    ResidencyChanged,
+    StreamGap,
+    StreamRestarted,
+)
 from .fleet import Standing
 from .history import RoutingHistory
 from .load import Advert, LoadReport, PushBack, PushBackSettings, PushBackState, learnt
@@ -68,13 +79,48 @@ class LocalEndpoint:
         """Greatest common divisor of the cached tokens that the engine reported: its hit unit, learnt."""
         self._served_silently = 0
 
+    @property
+    def state(self) -> str:
+        """Where the blocks are known from: ``exact`` or ``partial`` events, or none (``silent``)."""
+        return "silent" if self.history is not None else "partial" if self.residency.partial else "exact"
+
     def apply(self, batch: EngineBatch, now: float) -> tuple[Changes, list[NodeEvent]]:
         """Apply what the engine did; return the wire keys that came and went, and what there is to tell."""
-        if self.history is None or not batch.events:
+        if self.history is None:
             return self._apply(batch, now)
-        # The engine speaks after all: what was guessed gives way to what it says.
-        self.history = None
-        return self._apply(EngineBatch((StreamRestarted(), *batch.events), batch.rank, batch.ts), now)
+        if any(isinstance(event, (BlocksStored, BlocksRemoved)) for event in batch.events):
+            # The engine speaks after all: what was guessed gives way to what it says.
+            self.history = None
+            return self._apply(EngineBatch((StreamRestarted(), *batch.events), batch.rank, batch.ts), now)
+        # A clear empties what was guessed too. A gap says nothing of it: it came from no stream.
+        for event in batch.events:
+            if isinstance(event, StreamRestarted) or (isinstance(event, BlocksCleared) and event.tier in (None, GPU)):
+                self.history.clear()
+        kept = tuple(event for event in batch.events if not isinstance(event, StreamGap))
+        return self._apply(EngineBatch(kept, batch.rank, batch.ts), now)
+
+    def probed(self, report: LoadReport, now: float) -> tuple[Changes, list[NodeEvent]]:
+        """Take a probe's report; return what `apply` would. An engine that sleeps holds nothing (vLLM, levels 1, 2)."""
+        self.report = report
+        self.residency.capacity_tokens = report.capacity_tokens
+        if self.history is not None and report.capacity_tokens:
+            self.history.capacity_blocks = max(1, report.capacity_tokens // self.domain.block_size)
+        if report.asleep and self.residency.live_blocks:
+            # Its own word for it comes with its next output, after it has woken up. Asked each time, not once: what it
+            # told before may come after the first probe, from a replay.
+            return self.apply(EngineBatch((BlocksCleared(GPU),)), now)
+        return Changes(set(), set()), []
+
+    def go_by_history(self, reason: str, now: float) -> tuple[Changes, list[NodeEvent]]:
+        """Let what is routed stand in for events from now on; return what `apply` would."""
+        if self.history is not None:
+            return Changes(set(), set()), []
+        told: list[NodeEvent] = [ResidencyChanged(self.copy.endpoint, "silent", reason)]
+        # What was known is of a life in which there were events.
+        changes, more = self._apply(EngineBatch((StreamRestarted(),) if self.residency.counts.events else ()), now)
+        capacity = self.report.capacity_tokens // self.domain.block_size
+        self.history = RoutingHistory(capacity) if capacity else RoutingHistory()
+        return changes, told + more
 
     def served(self, chain: TokenChain, cached_tokens: int | None, now: float) -> tuple[Changes, list[NodeEvent]]:
         """Learn from a prompt that the engine served; return what `apply` would."""
@@ -88,10 +134,9 @@ class LocalEndpoint:
             self._served_silently += 1
             if self._served_silently < SILENT_AFTER:
                 return Changes(set(), set()), told
-            capacity = self.report.capacity_tokens // self.domain.block_size
-            self.history = RoutingHistory(capacity) if capacity else RoutingHistory()
             reason = f"{SILENT_AFTER} prompts served and no engine event: is the event stream on? Going by history"
-            told.append(ResidencyChanged(self.copy.endpoint, "silent", reason))
+            told = self.go_by_history(reason, now)[1]
+        assert self.history is not None
         changes, more = self._apply(self.history.served(chain), now)
         return changes, told + more
 
@@ -115,11 +160,13 @@ class LocalEndpoint:
 
     def _apply(self, batch: EngineBatch, now: float) -> tuple[Changes, list[NodeEvent]]:
         residency, name = self.residency, self.copy.endpoint
-        partial, restarts = residency.partial, residency.counts.restarts
+        partial, restarts, inflated = residency.partial, residency.counts.restarts, residency.counts.inflated
         residency.apply(batch, now)
         told: list[NodeEvent] = []
         if residency.counts.restarts != restarts:
             told.append(ResidencyChanged(name, "restarted", "the engine began a new life"))
+        if residency.counts.inflated != inflated:
+            told.append(ResidencyChanged(name, "inflated", "more blocks are live than it has: removals were lost"))
         if residency.partial != partial:
             state, reason = ("partial", "events were lost") if residency.partial else ("exact", "cleared")
             told.append(ResidencyChanged(name, state, reason))

@@ -63,7 +63,8 @@ class BlocksStored:
     `parent` is the handle before the first one, None at the root. `tokens` covers the whole span, or is empty
     when the engine did not say. `namespace` matters at the root only; below it the parent's is inherited.
     `mappable` is False when the adapter knows that content identity cannot be told from the event (an image
-    without an offset): such blocks are counted, never matched.
+    without an offset): such blocks are counted, never matched. `confirmed` says that the engine holds these blocks
+    now, whether it stored them just now or only tells of them again (a report): copies are not to be counted.
     """
 
     handles: tuple[Handle, ...]
@@ -76,6 +77,7 @@ class BlocksStored:
     namespace: Namespace = DEFAULT_NAMESPACE
     contents: tuple[ContentSpan, ...] = ()
     mappable: bool = True
+    confirmed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +189,8 @@ class PushBackChanged:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyChanged:
-    """A local endpoint's residency became ``partial``, ``exact`` or ``restarted``, its engine is ``silent``, or events
-    of another rank came to it (``mixed``); and why.
+    """A local endpoint's residency became ``partial``, ``exact`` or ``restarted``, its engine is ``silent``, more of
+    its blocks are live than it has (``inflated``), or events of another rank came to it (``mixed``); and why.
     """
 
     endpoint: str

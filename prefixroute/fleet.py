@@ -18,6 +18,7 @@ from itertools import islice
 from math import exp, inf
 from typing import NamedTuple
 
+from .accuracy import Accuracy
 from .copies import Copy, Peer
 from .load import (
     DEFAULT_PREFILL_TOKENS_PER_S,
@@ -108,6 +109,7 @@ class Standing:
         "_room_tokens",
         "_surprised_at",
         "_waiting",
+        "accuracy",
         "bit",
         "confidence",
         "copy",
@@ -158,6 +160,8 @@ class Standing:
         """What a probe saw queued at a local engine; its advert counts this node's bookings as well."""
         self.trust = 1.0
         """Share of predicted hits that came true, lately."""
+        self.accuracy = Accuracy()
+        """All predictions that were compared, since the endpoint is known."""
         self._bias_s = 0.0
         self._surprised_at = now
         self.rank: tuple[float, float, str] | None = None

@@ -32,6 +32,10 @@ class RoutingHistory:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def clear(self) -> None:
+        """Forget all: the engine's cache was emptied."""
+        self._blocks.clear()
+
     def served(self, chain: TokenChain) -> EngineBatch:
         """Take a served prompt; return what an engine would have told. O(blocks).
 

@@ -45,7 +45,7 @@ class LoadReport:
 
     `queued_tokens` are prompt tokens that wait for prefill or are in it, cached ones not counted. `overhead_s` is the
     fixed part of a time to first token. `capacity_tokens` is the size of the GPU tier. `refusing` says that the engine
-    turned a request away, and `reason` why.
+    turned a request away, and `reason` why. `asleep` says that it gave its memory away, and its cache with it.
     """
 
     running: int = 0
@@ -57,6 +57,7 @@ class LoadReport:
     capacity_tokens: int = 0
     refusing: bool = False
     reason: str = ""
+    asleep: bool = False
 
     def __post_init__(self) -> None:
         for name in ("running", "waiting", "queued_tokens", "prefill_tokens_per_s", "overhead_s", "capacity_tokens"):

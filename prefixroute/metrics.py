@@ -16,7 +16,8 @@ except ModuleNotFoundError as error:
     message = "prefixroute.metrics needs prometheus_client: pip install 'prefixroute[metrics]'"
     raise ModuleNotFoundError(message, name=error.name) from error
 
-from .node import EndpointStats, Node, NodeStats
+from .node import Node
+from .overview import EndpointStats, NodeStats
 
 _GROUPS = {
     "rejected_": ("prefixroute_datagrams_rejected", "Datagrams that could not be used.", "kind"),
@@ -37,6 +38,12 @@ _ENDPOINT_GAUGES = {
     "usable": "Whether the endpoint is a candidate.",
 }
 
+_RESULTS = ("exact", "near", "high", "low")
+_ENDPOINT_SUMS = {
+    "predicted_tokens": "Cached tokens that were predicted, of the answers that told theirs.",
+    "cached_tokens": "Cached tokens that those answers told.",
+}
+
 
 class _NodeCollector(Collector):
     def __init__(self, node: Node, now: float) -> None:
@@ -45,6 +52,7 @@ class _NodeCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._node.stats(self._now)
         yield from _counters(stats)
+        yield from _predictions(stats)
         yield from _gauges(stats)
 
 
@@ -68,6 +76,33 @@ def _counters(stats: NodeStats) -> Iterator[Metric]:
             families[family] = CounterMetricFamily(family, name.replace("_", " ").capitalize() + ".", labels=["node"])
             families[family].add_metric([stats.node], value)
     yield from families.values()
+
+
+def _predictions(stats: NodeStats) -> Iterator[Metric]:
+    labels = ["node", "endpoint", "local"]
+    text = "Predicted hits against the engine's own count: equal, within one hit unit, too high, too low."
+    results = CounterMetricFamily("prefixroute_endpoint_predictions", text, labels=[*labels, "result"])
+    for row in stats.endpoints:
+        for result in _RESULTS:
+            results.add_metric([stats.node, row.endpoint, _flag(row), result], getattr(row.accuracy, result))
+    yield results
+    for field, text in _ENDPOINT_SUMS.items():
+        tokens = CounterMetricFamily(f"prefixroute_endpoint_{field}", text, labels=labels)
+        for row in stats.endpoints:
+            tokens.add_metric([stats.node, row.endpoint, _flag(row)], getattr(row.accuracy, field))
+        yield tokens
+    text = "Largest over-estimate of a hit, in tokens."
+    over = GaugeMetricFamily("prefixroute_endpoint_most_over_tokens", text, labels=labels)
+    text = "Times that more blocks were live than the engine has, which proves lost removals."
+    inflated = CounterMetricFamily("prefixroute_endpoint_inflated", text, labels=["node", "endpoint"])
+    text = "1 for what the blocks of a local endpoint are known from."
+    residency = GaugeMetricFamily("prefixroute_endpoint_residency", text, labels=["node", "endpoint", "state"])
+    for row in stats.endpoints:
+        over.add_metric([stats.node, row.endpoint, _flag(row)], row.accuracy.most_over)
+        if row.local:
+            inflated.add_metric([stats.node, row.endpoint], row.inflated)
+            residency.add_metric([stats.node, row.endpoint, row.residency], 1.0)
+    yield from (over, inflated, residency)
 
 
 def _gauges(stats: NodeStats) -> Iterator[Metric]:

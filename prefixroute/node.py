@@ -5,6 +5,7 @@ engine sends raises.
 
     transport   receive_datagram(data, source, now)   datagrams_to_send(now)   next_timer()   handle_timer(now)
     engine      apply(endpoint, batch, now)           set_load(endpoint, report, now)
+                go_by_history(endpoint, reason, now)
     server      route(prompt, now) -> Decision        first_token(decision, now)   report(decision, outcome, now)
     operator    events()   counters   stats(now)      explain(decision)
 
@@ -42,6 +43,7 @@ from .events import (
 from .fleet import Standing
 from .gossip import Datagram, Gossip
 from .load import LoadReport, PushBackSettings
+from .overview import NodeStats, row_of
 from .policy import Policy, RentOrBuy
 from .residency import Residency
 from .router import Flight, Router
@@ -72,23 +74,6 @@ class NodeSettings(GossipSettings):
             raise UsageError("a node needs digest_bytes >= 0; 0 publishes as little as anchors allow")
 
 
-class EndpointStats(NamedTuple):
-    """One endpoint as a node knows it, for operators. `age_s` is since the owner's last word."""
-
-    endpoint: str
-    local: bool
-    url: str
-    incarnation: int
-    version: int
-    blocks: int
-    age_s: float
-    confidence: float
-    rtt_s: float
-    wait_s: float
-    push_back: str
-    usable: bool
-
-
 class Digest(NamedTuple):
     """What a node holds of one endpoint's published set: the wire keys at (incarnation, version), for inspection.
 
@@ -99,17 +84,6 @@ class Digest(NamedTuple):
     version: int
     every: int
     keys: Keys
-
-
-class NodeStats(NamedTuple):
-    """A node's view at one moment."""
-
-    node: str
-    endpoints: tuple[EndpointStats, ...]
-    peers: dict[str, str]
-    index_keys: int
-    in_flight: int
-    counters: dict[str, int]
 
 
 class Node:
@@ -272,12 +246,18 @@ class Node:
             self._fleet.refresh(self._fleet.standings[endpoint], now)
 
     def set_load(self, endpoint: str, report: LoadReport, now: float) -> None:
-        """Take a probe's report of the endpoint's engine."""
-        local = self._local(endpoint)
-        local.report = report
-        local.residency.capacity_tokens = report.capacity_tokens
+        """Take a probe's report of the endpoint's engine. One that fell asleep has dropped its cache."""
+        self._took(endpoint, *self._local(endpoint).probed(report, now), news_at=now)
         self._advertise(endpoint, now)
         self._fleet.refresh(self._fleet.standings[endpoint], now)
+
+    def go_by_history(self, endpoint: str, reason: str, now: float) -> None:
+        """Let what is routed stand in for the engine's events, which will not come, and say so; `reason` says why.
+
+        Without this it begins after some served prompts without an event. It ends with the first block that the engine
+        tells of. Harmless when it is so already.
+        """
+        self._took(endpoint, *self._local(endpoint).go_by_history(reason, now), news_at=now)
 
     def load(self, endpoint: str, now: float) -> LoadReport:
         """Return what the endpoint advertises right now; fit to ride in a reply."""
@@ -357,25 +337,10 @@ class Node:
 
     def stats(self, now: float) -> NodeStats:
         """Return the node's view of everything it knows. O(endpoints)."""
-        rows = []
-        for standing in self._fleet.standings.values():
-            copy = standing.copy
-            rows.append(
-                EndpointStats(
-                    standing.name,
-                    copy.mine,
-                    copy.url,
-                    copy.incarnation,
-                    copy.keys.version,
-                    self._locals[standing.name].residency.canonical_blocks if copy.mine else len(copy.keys),
-                    copy.age_s(now),
-                    standing.confidence,
-                    standing.rtt_s,
-                    standing.wait_s(now),
-                    standing.state.name.lower(),
-                    bool(standing.bit & self._fleet.usable),
-                )
-            )
+        rows = [
+            row_of(standing, self._locals.get(standing.name), bool(standing.bit & self._fleet.usable), now)
+            for standing in self._fleet.standings.values()
+        ]
         peers = {peer.node: peer.state for peer in self._gossip.peers.values()}
         return NodeStats(
             self.node, tuple(rows), peers, len(self._index), len(self._router.flights), dict(self.counters)
@@ -400,9 +365,11 @@ class Node:
             reason = f"events of rank {theirs} came to the endpoint of rank {ours}: add an endpoint for each rank"
             self._events.append(ResidencyChanged(endpoint, "mixed", reason))
 
-    def _took(self, endpoint: str, changes: Changes, told: list[NodeEvent]) -> None:
+    def _took(self, endpoint: str, changes: Changes, told: list[NodeEvent], *, news_at: float | None = None) -> None:
         if changes.added or changes.removed:
             self._index.update(endpoint, changes.added, changes.removed)
+            if news_at is not None:
+                self._gossip.tempo.stir(news_at)
         self._events.extend(told)
 
     def _advertise(self, endpoint: str, now: float) -> None:

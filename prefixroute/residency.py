@@ -9,7 +9,8 @@ Rules (each has a recorded stream or a named issue behind it):
 4. Engine blocks of any size become canonical blocks (`reblock`). One is held while all its tokens are.
 5. Blocks are placed by full-attention groups, and a prefix counts only if every such group holds it. Window and state
    groups are counted, and enter the hit unit (AIBrix #2285).
-6. A gap makes the residency partial: what was known before it is doubtful until it is stored again or removed.
+6. A gap makes the residency partial: what was known before it is doubtful until it is stored again, reported or
+   removed. A report adds no copies (vLLM #45261).
 7. Nothing that an engine sends raises: unknown removals and unusable events are counters.
 
 Memory: about 350 bytes per engine block (430 on CPython 3.10), plus the tree's.
@@ -42,6 +43,7 @@ from .events import (
 )
 from .forest import Forest
 from .reblock import Reblocker, Span
+from .report import parts_of
 from .tree import Changes, RadixTree
 
 EVICTION_WEIGHT = 0.1
@@ -56,7 +58,8 @@ class StreamCounts:
     """What a stream has brought so far, in blocks unless the name says otherwise.
 
     `orphans` came before their parent; `hash_only` came without usable tokens; `inflated` counts the times that more
-    copies were live than the engine has blocks, which proves lost removals.
+    copies were live than the engine has blocks, which proves lost removals. `confirmed` were doubtful or not known when
+    the engine reported them.
     """
 
     batches: int = 0
@@ -71,6 +74,7 @@ class StreamCounts:
     gaps: int = 0
     restarts: int = 0
     inflated: int = 0
+    confirmed: int = 0
 
 
 class Live(NamedTuple):
@@ -192,7 +196,10 @@ class Residency:
         counts = self.counts
         counts.events += 1
         if isinstance(event, BlocksStored):
-            self._store(event)
+            if event.confirmed:
+                self._confirm(event)
+            else:
+                self._store(event)
         elif isinstance(event, BlocksRemoved):
             self._remove(event)
         elif isinstance(event, BlocksCleared):
@@ -243,6 +250,28 @@ class Residency:
             above = span.parent.root if span.parent is not None else root
             if above is not None and span.wants is None:
                 group.reblocker.resolve(span, above)
+
+    def _confirm(self, event: BlocksStored) -> None:
+        """Take a report: blocks that are known are doubted no longer, runs of others are stored. Amortised O(blocks).
+
+        What a window or state group reports is left out: vLLM counts the blocks in that it has skipped there (0.32.0).
+        """
+        group = self._group(event.group, event.group_kind)
+        if group.reblocker is None or self._content(event) is None:
+            return
+
+        def held(handle: Handle) -> bool:
+            span = self._found(group, handle)
+            return span is not None and event.tier in span.copies
+
+        for part in parts_of(event, held):
+            if isinstance(part, BlocksStored):
+                self.counts.confirmed += len(part.handles)
+                self._store(part)
+            elif group.spans[part].epoch < self._epoch:
+                self.counts.confirmed += 1
+                group.spans[part].epoch = self._epoch
+                self._doubtful -= 1
 
     def _store_new(self, group: _Group, event: BlocksStored, data: bytes, parent: Span | None, root: int) -> bool:
         """The common case in one pass: every handle is new, and the path is known."""

@@ -272,8 +272,12 @@ class Router:
             self._predictions.served(flight.decision.id)
             self._compare_hit(flight, standing, outcome.cached_tokens)
             if outcome.cached_tokens is not None:
-                self._counters["predicted_tokens"] += self._candidate(flight, standing).matched_tokens
+                predicted, unit = self._candidate(flight, standing).matched_tokens, standing.hit_unit
+                self._counters["predicted_tokens"] += predicted
                 self._counters["cached_tokens"] += outcome.cached_tokens
+                standing.accuracy = standing.accuracy.and_one(
+                    predicted, outcome.cached_tokens, unit or self._block_tokens
+                )
             if not standing.local and outcome.ttft_s is not None and outcome.cached_tokens is not None:
                 c = self._candidate(flight, standing)
                 work_s = (c.prompt_tokens - outcome.cached_tokens) * c.s_per_token

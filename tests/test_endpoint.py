@@ -8,6 +8,7 @@ from collections import OrderedDict
 import pytest
 
 from prefixroute import (
+    BlocksCleared,
     BlocksRemoved,
     BlocksStored,
     ContentSpan,
@@ -231,6 +232,96 @@ def test_history_keeps_to_the_engines_capacity_where_it_is_known() -> None:
         one.served(chain(prompt(i, 4)), None, 0.0)
     assert one.residency.canonical_blocks == 6
     assert held(one, prompt(SILENT_AFTER + 4, 4)) == 4
+
+
+def silent(one: LocalEndpoint) -> list[str]:
+    changes, told = one.go_by_history("events are off: pass --kv-events-config", 0.0)
+    assert not changes.added
+    return [event.state for event in told if isinstance(event, ResidencyChanged)]
+
+
+def test_history_begins_at_the_callers_word_and_is_told_once_with_the_reason() -> None:
+    one, _ = endpoint()
+    _, told = one.go_by_history("events are off", 0.0)
+    assert told == [ResidencyChanged("a/0", "silent", "events are off")]
+    assert one.state == "silent"
+    assert silent(one) == []
+    assert len(one.served(chain(prompt(1, 4)), None, 0.0)[0].added) == 4, "the first prompt counts already"
+    assert held(one, prompt(1, 4)) == 4
+    one.apply(stored(prompt(2, 3)), 0.0)
+    assert one.state == "exact"
+    assert (held(one, prompt(1, 4)), held(one, prompt(2, 3))) == (0, 3)
+
+
+def test_what_a_past_life_told_is_not_history() -> None:
+    one, _ = endpoint()
+    one.apply(stored(prompt(1, 4)), 0.0)
+    changes, told = one.go_by_history("started without events", 0.0)
+    assert len(changes.removed) == 4
+    assert [event.state for event in told if isinstance(event, ResidencyChanged)] == ["silent", "restarted"]
+    assert held(one, prompt(1, 4)) == 0
+
+
+def test_marks_and_clears_are_no_blocks_and_do_not_end_history() -> None:
+    one, _ = endpoint()
+    silent(one)
+    one.served(chain(prompt(1, 4)), None, 0.0)
+    one.apply(EngineBatch((StreamGap(0),)), 0.0)
+    one.apply(EngineBatch((BlocksCleared("cpu"),)), 0.0)
+    assert (one.state, held(one, prompt(1, 4))) == ("silent", 4)
+    assert not one.residency.partial, "a gap says nothing of what came from no stream"
+    for clear in (BlocksCleared("gpu"), BlocksCleared(None), StreamRestarted()):
+        one.apply(EngineBatch((clear,)), 0.0)
+        assert (one.state, held(one, prompt(1, 4))) == ("silent", 0)
+        one.served(chain(prompt(1, 4)), None, 0.0)
+        assert held(one, prompt(1, 4)) == 4, "what was cleared can be held again"
+    one.residency._check()
+
+
+def test_history_learns_the_capacity_from_a_later_probe() -> None:
+    one, _ = endpoint()
+    silent(one)
+    one.served(chain(prompt(1, 40)), None, 0.0)
+    one.probed(LoadReport(capacity_tokens=6 * BLOCK), 0.0)
+    one.served(chain(prompt(2, 4)), None, 0.0)
+    assert one.residency.canonical_blocks == 6
+
+
+# --- an engine that sleeps, or loses removals -------------------------------------------------------------
+
+
+def test_an_engine_that_sleeps_holds_nothing_whenever_it_told_of_it() -> None:
+    one, _ = endpoint()
+    one.apply(stored(prompt(1, 4)), 0.0)
+    asleep = LoadReport(refusing=True, reason="asleep", asleep=True)
+    assert len(one.probed(asleep, 0.0)[0].removed) == 4
+    one.apply(stored(prompt(2, 3)), 0.0)  # a replay of what came before
+    assert len(one.probed(asleep, 1.0)[0].removed) == 3
+    clears = one.residency.counts.clears
+    one.probed(asleep, 2.0)
+    assert one.residency.counts.clears == clears
+    one.probed(LoadReport(), 3.0)
+    one.apply(stored(prompt(1, 4)), 3.0)
+    assert held(one, prompt(1, 4)) == 4
+
+
+def test_a_paused_engine_keeps_its_cache() -> None:
+    one, _ = endpoint()
+    one.apply(stored(prompt(1, 4)), 0.0)
+    one.probed(LoadReport(refusing=True, reason="asleep (paused)"), 0.0)
+    assert held(one, prompt(1, 4)) == 4
+
+
+def test_more_live_blocks_than_the_engine_has_are_told_and_lower_the_confidence() -> None:
+    one, standing = endpoint()
+    one.probed(LoadReport(capacity_tokens=8 * BLOCK), 0.0)
+    _, told = one.apply(stored(prompt(1, 8)), 0.0)
+    assert told == []
+    _, told = one.apply(stored(prompt(2, 1)), 0.0)
+    assert [event.state for event in told if isinstance(event, ResidencyChanged)] == ["inflated", "partial"]
+    one.advertise(standing, 2.0, 0.0)
+    assert one.copy.advert.confidence < 1.0
+    assert one.apply(stored(prompt(3, 1)), 0.0)[1] == [], "it is told once"
 
 
 def _nothing() -> object:

@@ -14,19 +14,21 @@ from typing import Any
 
 import httpx
 import msgspec
+import prefixroute_vllm
 import pytest
 from lan4_pair import DEADLINE_S, EXPECTED, MODEL, PREFIX, Pair, engine_config, events_over, run_pair, texts, until
-from prefixroute_lan4 import attach
-from prefixroute_lan4.attach import KINDS, RANK_FIELD, RANK_HEADER, Attachment, LoadPush, by_field, by_header
+from prefixroute_lan4 import attach, ranks
+from prefixroute_lan4.attach import Attachment
 from prefixroute_lan4.config import ENGINE_KINDS, EngineConfig
+from prefixroute_lan4.kinds import KINDS, RANK_FIELD, RANK_HEADER, LoadPush, by_field, by_header
 from prefixroute_zmq import EventSource
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from prefixroute import Domain, LoadReport, Node
+from prefixroute import Domain, LoadReport, Node, Outcome
 from prefixroute.emulator import EmulatedEngine
 from prefixroute.errors import UsageError
-from prefixroute.events import BlocksStored, EngineBatch
+from prefixroute.events import BlocksStored, EngineBatch, ResidencyChanged, StreamRestarted
 
 CAPACITIES = (256, 128)
 RANKS = len(CAPACITIES)
@@ -246,24 +248,30 @@ class Quiet:
 
     made: list[Quiet]
 
+    engine = prefixroute_vllm.ENGINE
+
     def __init__(self, source: EventSource, on_batch: Callable[..., None]) -> None:
-        self.source, self.say, self.finished = source, on_batch, 0
+        self.source, self.say, self.finished, self.resyncs = source, on_batch, 0, 0
+        self.connected, self.runs = True, False
         self.made.append(self)
 
     async def run(self) -> None:
         if self.source.topic == "unusable":
             raise UsageError("cannot connect")
-        await asyncio.Event().wait()
+        self.runs = True
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.runs = False
+
+    def stats(self) -> Quiet:
+        return self
+
+    def resync(self) -> None:
+        self.resyncs += 1
 
     def note_finished(self, prompt_tokens: int) -> None:
         self.finished += 1
-
-
-def told(*sources: EventSource) -> Callable[..., Coroutine[Any, Any, list[EventSource]]]:
-    async def discover(*_: object, **__: object) -> list[EventSource]:
-        return list(sources)
-
-    return discover
 
 
 def source(rank: int, topic: str = "") -> EventSource:
@@ -271,16 +279,19 @@ def source(rank: int, topic: str = "") -> EventSource:
 
 
 class Desk:
-    """An attachment with fakes all around it: what the engine tells is said by the test."""
+    """An attachment with fakes all around it: what the engine tells is said by the test, and may be changed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sources: list[EventSource], **changes: Any) -> None:
         self.events = type("Events", (Quiet,), {"made": []})
         self.loads = type("Loads", (Quiet,), {"made": []})
         self.polled: dict[int, LoadReport] = {}
+        self.told: list[EventSource] | UsageError = sources
+        self.loads_told = sources
+        self.asked = 0
         probe = SimpleNamespace(read_all=self._read)
-        push = LoadPush(told(*sources), self.loads)
+        push = LoadPush(self._discover_load, self.loads)
         kind = KINDS["sglang"]._replace(
-            discover=told(*sources), follower=self.events, probe=lambda *_, **__: probe, push=push
+            discover=self._discover, follower=self.events, probe=lambda *_, **__: probe, push=push
         )
         monkeypatch.setattr(attach, "KINDS", {"sglang": kind})
         self.clock = Clock()
@@ -288,10 +299,33 @@ class Desk:
         self.node = Node("n", Domain(model="m", tokenizer="t"), rng=random.Random(0), now=100.0)
         self.engine = Attachment(self.node, config, "http://me", 100.0)
         self.taken: dict[str, LoadReport] = {}
-        monkeypatch.setattr(self.node, "set_load", lambda endpoint, load, now: self.taken.update({endpoint: load}))
+        set_load = self.node.set_load
+
+        def take(endpoint: str, load: LoadReport, now: float) -> None:
+            self.taken[endpoint] = load
+            set_load(endpoint, load, now)
+
+        monkeypatch.setattr(self.node, "set_load", take)
 
     async def _read(self) -> dict[int, LoadReport]:
         return self.polled
+
+    async def _discover(self, *_: object, **__: object) -> list[EventSource]:
+        self.asked += 1
+        if isinstance(self.told, UsageError):
+            raise self.told
+        return list(self.told)
+
+    async def _discover_load(self, *_: object, **__: object) -> list[EventSource]:
+        return list(self.loads_told)
+
+    def running(self) -> list[EventSource]:
+        """The sources that are followed now."""
+        return [follower.source for follower in self.events.made if follower.runs]
+
+    def states(self) -> dict[str, str]:
+        """What each endpoint's blocks are known from."""
+        return {row.endpoint: row.residency for row in self.node.stats(100.0).endpoints}
 
     def run(self, test: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def main() -> None:
@@ -385,25 +419,167 @@ def test_a_rank_that_cannot_be_followed_stops_no_other(
     desk.run(test)
 
 
-def test_an_engine_that_publishes_nothing_is_asked_again_and_said_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("silence", [UsageError("start it with events"), []], ids=["raised", "no source"])
+def test_an_engine_that_says_it_publishes_nothing_is_served_by_history_until_it_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, silence: Any
 ) -> None:
-    desk = Desk(monkeypatch, [source(0)])
-    answers: list[Any] = [UsageError("start it with events"), [replace_discovered(source(0))], [source(0)]]
-
-    async def discover(*_: object, **__: object) -> list[EventSource]:
-        answer = answers.pop(0)
-        if isinstance(answer, UsageError):
-            raise answer
-        return list(answer)
-
-    monkeypatch.setattr(attach, "_ASK_AGAIN_S", 0.001)
-    desk.engine._kind = desk.engine._kind._replace(discover=discover)
+    desk = Desk(monkeypatch, silence)
+    monkeypatch.setattr(ranks, "ASK_AGAIN_S", 0.001)
+    prompt = list(range(33))
 
     async def test() -> None:
-        await until(lambda: len(desk.events.made) == 1)
-        assert "start it with events" in caplog.text
-        assert not answers
+        await until(lambda: desk.asked > 3)
+        assert desk.states() == {"n/0": "silent"}
+        told = [event for event in desk.node.events() if isinstance(event, ResidencyChanged)]
+        assert [event.state for event in told] == ["silent"]
+        option = "start it with"
+        assert option in told[0].reason
+        assert caplog.text.count(option) == 1, "it is asked again and again, and said once"
+        for matched in (0, 32):  # one served prompt is enough
+            decision = desk.node.route(prompt, 100.0)
+            assert decision.matched_tokens == matched
+            desk.node.report(decision, Outcome.served(), 100.0)
+        desk.told = [source(0)]
+        await until(lambda: len(desk.running()) == 1)
+        assert desk.states() == {"n/0": "silent"}, "until it speaks"
+        desk.events.made[0].say(EngineBatch((BlocksStored((1,), None, tuple(range(90, 106)), 16),)))
+        assert desk.states() == {"n/0": "exact"}
+        assert desk.node.route(prompt, 100.0).matched_tokens == 0
+
+    desk.run(test)
+
+
+def test_an_engine_that_cannot_tell_is_asked_again_and_not_taken_for_silent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk = Desk(monkeypatch, [replace_discovered(source(0))])
+    monkeypatch.setattr(ranks, "ASK_AGAIN_S", 0.001)
+
+    async def test() -> None:
+        await until(lambda: desk.asked > 3)
+        assert desk.states() == {"n/0": "exact"}
+        assert caplog.text.count("give engine.events") == 1
+        desk.told = [source(0)]
+        await until(lambda: len(desk.running()) == 1)
+
+    desk.run(test)
+
+
+def stored_at(rank: int) -> EngineBatch:
+    return EngineBatch((BlocksStored((1, 2), None, tuple(range(32)), 16),), rank)
+
+
+def test_an_engine_that_comes_back_with_other_ranks_and_ports_is_followed_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = Desk(monkeypatch, [source(0), source(1)])
+    blocks = {"n/0": 2, "n/1": 2}
+
+    def held() -> dict[str, int]:
+        return {row.endpoint: row.blocks for row in desk.node.stats(100.0).endpoints}
+
+    async def test() -> None:
+        await until(lambda: len(desk.running()) == 2)
+        for rank, follower in enumerate(desk.events.made):
+            follower.say(stored_at(rank))
+        assert held() == blocks
+        moved = source(1)._replace(endpoint="tcp://*:7000")
+        desk.told = [source(0), moved, source(2)]
+        desk.events.made[0].say(EngineBatch((StreamRestarted(),)))
+        await until(lambda: set(desk.running()) == {source(0), moved, source(2)})
+        assert len(desk.events.made) == 4, "what has not changed is followed on"
+        assert held() == {"n/0": 0, "n/1": 0, "n/2": 0}, "a new stream begins with a replay of all"
+        desk.events.made[2].say(stored_at(1))
+        desk.told = [moved]
+        desk.events.made[2].say(EngineBatch((StreamRestarted(),), 1))
+        await until(lambda: desk.running() == [moved])
+        assert desk.engine.endpoints == {"n/1": 1}
+        desk.told = [source(0), moved]
+        desk.events.made[2].say(EngineBatch((StreamRestarted(),), 1))
+        await until(lambda: set(desk.running()) == {source(0), moved})
+        assert set(held()) == {"n/0", "n/1"}, "a rank may come back"
+        desk.node._check()
+
+    desk.run(test)
+
+
+def test_it_is_asked_when_a_stream_is_not_connected_and_when_the_engine_answers_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = Desk(monkeypatch, [source(0)])
+
+    async def test() -> None:
+        await until(lambda: len(desk.running()) == 1)
+        asked = desk.asked
+        desk.polled = {0: LoadReport()}
+        await until(lambda: desk.asked == asked + 1)
+        desk.polled = {}
+        await until(lambda: not desk.engine._up)
+        desk.polled = {0: LoadReport(running=1)}
+        await until(lambda: desk.asked == asked + 2)
+        await until(lambda: desk.taken["n/0"].running == 1)
+        assert len(desk.loads.made) <= 2
+        monkeypatch.setattr(ranks, "ASK_AGAIN_S", 0.001)
+        desk.polled = {}  # wakes the wait, which then takes the shorter time
+        await until(lambda: not desk.engine._up)
+        desk.polled = {0: LoadReport()}
+        await until(lambda: desk.asked == asked + 3)
+        for _ in range(20):
+            await asyncio.sleep(0.002)
+        assert desk.asked == asked + 3, "connected: nothing to ask"
+        desk.events.made[0].connected = False
+        await until(lambda: desk.asked > asked + 6)
+        assert len(desk.events.made) == 1, "it told the same: nothing changes"
+        desk.told = UsageError("events are off now")
+        await until(lambda: not desk.running())
+        assert desk.states() == {"n/0": "silent"}
+
+    desk.run(test)
+
+
+def test_a_socket_of_this_nodes_own_is_not_taken_for_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    connects = source(0)._replace(endpoint="tcp://127.0.0.1:5557")
+    desk = Desk(monkeypatch, [connects])
+
+    async def test() -> None:
+        await until(lambda: len(desk.running()) == 1)
+        desk.told = [connects._replace(bind=True)]  # somebody listens there: this node
+        desk.events.made[0].say(EngineBatch((StreamRestarted(),)))
+        await until(lambda: desk.asked > 1)
+        desk.told = [source(1)]
+        desk.events.made[0].say(EngineBatch((StreamRestarted(),)))
+        await until(lambda: desk.running() == [source(1)])
+        assert len(desk.events.made) == 2
+
+    desk.run(test)
+
+
+def test_a_stream_that_lost_removals_is_read_anew_once_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch, [source(0)])
+
+    def lose(first: int) -> None:
+        """Three blocks in a cache of two."""
+        handles = tuple(range(first, first + 3))
+        desk.events.made[0].say(EngineBatch((BlocksStored(handles, None, tuple(range(first, first + 48)), 16),)))
+
+    async def test() -> None:
+        await until(lambda: len(desk.running()) == 1)
+        desk.polled = {0: LoadReport(capacity_tokens=32)}
+        await until(lambda: desk.taken.get("n/0", LoadReport()).capacity_tokens == 32)
+        lose(100)
+        follower = desk.events.made[0]
+        assert follower.resyncs == 1
+        assert desk.states() == {"n/0": "partial"}
+        follower.say(EngineBatch((StreamRestarted(),)))
+        assert desk.states() == {"n/0": "exact"}
+        lose(200)
+        assert follower.resyncs == 1, "not again so soon"
+        desk.clock.at += attach.RESYNC_PAUSE_S
+        follower.say(EngineBatch((StreamRestarted(),)))
+        lose(300)
+        assert follower.resyncs == 2
+        (row,) = desk.node.stats(desk.clock.at).endpoints
+        assert row.inflated == 3
 
     desk.run(test)
 

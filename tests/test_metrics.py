@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefixroute import Domain, LoadReport, Node, NodeSettings, Outcome
+from prefixroute import Domain, EngineBatch, LoadReport, Node, NodeSettings, Outcome, StreamGap
 from prefixroute.metrics import render
 from prefixroute.testing import Mesh, stored
 
@@ -24,8 +24,16 @@ GAUGES = {
     "prefixroute_endpoint_wait_seconds",
     "prefixroute_endpoint_usable",
     "prefixroute_endpoint_push_back",
+    "prefixroute_endpoint_most_over_tokens",
+    "prefixroute_endpoint_residency",
     "prefixroute_index_keys",
     "prefixroute_in_flight",
+}
+OF_ENDPOINTS = {
+    "prefixroute_endpoint_predictions",
+    "prefixroute_endpoint_predicted_tokens",
+    "prefixroute_endpoint_cached_tokens",
+    "prefixroute_endpoint_inflated",
 }
 GROUPED = {
     "prefixroute_datagrams_rejected": "kind",
@@ -77,7 +85,7 @@ def test_it_parses_and_every_family_is_described() -> None:
             assert name.startswith("prefixroute_")
             assert metric.documentation.endswith(".")
             assert metric.type == ("gauge" if name in GAUGES else "counter")
-            assert metric.samples
+            assert metric.samples, name
             for sample in metric.samples:
                 assert sample.labels["node"] == node.node
                 if metric.type == "counter":
@@ -86,16 +94,16 @@ def test_it_parses_and_every_family_is_described() -> None:
 
 def test_gauges_are_there_from_the_first_scrape() -> None:
     node = Node("a", Domain("m", "t"), rng=random.Random(1), now=0.0)
-    assert set(families(node, 0.0)) == GAUGES
+    assert set(families(node, 0.0)) == GAUGES | OF_ENDPOINTS
     node.add_endpoint("0", incarnation=1, now=0.0)
-    assert set(families(node, 0.0)) == GAUGES
+    assert set(families(node, 0.0)) == GAUGES | OF_ENDPOINTS
 
 
 def test_every_counter_of_the_node_is_shown_once_with_its_value() -> None:
     net, a, _ = busy_pair()
     shown = {}
     for name, metric in families(a, net.now).items():
-        if metric.type == "counter":
+        if metric.type == "counter" and name not in OF_ENDPOINTS:
             for sample in metric.samples:
                 label = GROUPED.get(name)
                 assert set(sample.labels) == {"node", *([label] if label else [])}
@@ -138,6 +146,45 @@ def test_endpoints_are_labelled_and_their_figures_are_those_of_stats() -> None:
     assert states == {(row.endpoint, row.push_back): 1.0 for row in rows.values()}
     assert parsed["prefixroute_index_keys"].samples[0].value == 12
     assert parsed["prefixroute_in_flight"].samples[0].value == 1
+
+
+def test_predictions_are_shown_endpoint_by_endpoint() -> None:
+    net, a, _ = busy_pair()
+    parsed = families(a, net.now)
+    rows = {row.endpoint: row for row in a.stats(net.now).endpoints}
+    assert sum(row.accuracy.compared for row in rows.values()) == 1
+    assert rows["a/0"].accuracy.near == 1, "16 tokens were cached, and none of them was predicted"
+    shown = {
+        (s.labels["endpoint"], s.labels["result"]): s.value for s in parsed["prefixroute_endpoint_predictions"].samples
+    }
+    assert shown == {(e, r): getattr(rows[e].accuracy, r) for e in rows for r in ("exact", "near", "high", "low")}
+    for field in ("predicted_tokens", "cached_tokens"):
+        for sample in parsed[f"prefixroute_endpoint_{field}"].samples:
+            row = rows[sample.labels["endpoint"]]
+            assert sample.labels == {"node": "a", "endpoint": row.endpoint, "local": str(row.local).lower()}
+            assert sample.value == getattr(row.accuracy, field)
+    for sample in parsed["prefixroute_endpoint_most_over_tokens"].samples:
+        assert sample.value == rows[sample.labels["endpoint"]].accuracy.most_over
+
+
+def test_what_a_local_endpoint_is_known_from_is_shown() -> None:
+    net, a, _ = busy_pair()
+
+    def state() -> dict[str, str]:
+        shown = families(a, net.now)["prefixroute_endpoint_residency"].samples
+        assert {s.value for s in shown} == {1.0}
+        return {s.labels["endpoint"]: s.labels["state"] for s in shown}
+
+    assert state() == {"a/0": "exact"}
+    a.apply("a/0", EngineBatch((StreamGap(1),)), net.now)
+    assert state() == {"a/0": "partial"}
+    a.go_by_history("a/0", "no events", net.now)
+    assert state() == {"a/0": "silent"}
+    a.apply("a/0", stored(PROMPT), net.now)
+    a.set_load("a/0", LoadReport(capacity_tokens=64), net.now)
+    a.apply("a/0", stored(PROMPT), net.now)
+    assert state() == {"a/0": "partial"}
+    assert families(a, net.now)["prefixroute_endpoint_inflated"].samples[0].value == 1
 
 
 def test_two_nodes_are_told_apart_by_their_label() -> None:

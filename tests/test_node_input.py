@@ -23,6 +23,7 @@ from prefixroute import (
     ResidencyChanged,
     StreamGap,
     UnknownEvent,
+    UsageError,
 )
 from prefixroute.endpoint import SILENT_AFTER
 from prefixroute.testing import Mesh, stored
@@ -251,3 +252,41 @@ def test_push_back_is_told_to_the_owner_and_shown_to_peers() -> None:
     ]
     net.run(0.25)
     assert {row.endpoint: row.push_back for row in a.stats(net.now).endpoints} == {"a/0": "open", "b/0": "overloaded"}
+
+
+# --- engines that say nothing, or sleep --------------------------------------------------------------------
+
+
+def test_an_engine_without_events_goes_by_history_at_the_callers_word() -> None:
+    net, a, b = pair()
+    tokens = prompt(1, 4)
+    a.apply("a/0", stored(prompt(9, 3)), net.now)
+    net.run(1.0)
+    assert known(b, "a/0") == 3
+    a.events()
+    a.go_by_history("a/0", "start it with events", net.now)
+    a.go_by_history("a/0", "and again", net.now)
+    told = [event for event in a.events() if isinstance(event, ResidencyChanged)]
+    assert told[0] == ResidencyChanged("a/0", "silent", "start it with events")
+    assert [event.state for event in told].count("silent") == 1
+    a.report(a.route(tokens, net.now, forwarded=True), Outcome.served(), net.now)
+    net.run(1.0)
+    assert known(a, "a/0") == known(b, "a/0") == 4, "what a past life held is gone, there and here"
+    a.apply("a/0", stored(prompt(2, 2)), net.now)
+    net.run(1.0)
+    assert known(b, "a/0") == 2
+    a._check()
+    with pytest.raises(UsageError, match="no endpoint of this node"):
+        a.go_by_history("b/0", "", net.now)
+
+
+def test_a_sleeping_engines_cache_is_empty_everywhere() -> None:
+    net, a, b = pair()
+    a.apply("a/0", stored(prompt(1, 4)), net.now)
+    net.run(1.0)
+    assert known(b, "a/0") == 4
+    a.set_load("a/0", LoadReport(refusing=True, reason="asleep (discard_all)", asleep=True), net.now)
+    assert known(a, "a/0") == 0
+    net.run(1.0)
+    assert known(b, "a/0") == 0
+    a._check()

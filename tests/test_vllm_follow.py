@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from prefixroute_vllm import EventSource, Follower, decode_batch, discover
+from prefixroute_vllm import EventSource, Follower, decode_batch, discover, reports_on_request
 from prefixroute_vllm.discovery import Address, endpoint_of_rank, live_address, replay_address
 from publishing import engine, free_port, run, running, until
 
@@ -112,6 +113,38 @@ def test_the_engine_names_its_sources() -> None:
 def test_an_engine_that_publishes_nothing_has_no_source(entry: object) -> None:
     assert ask(answering(200, json.dumps({"0": entry}))) == []
     assert ask(answering(200, json.dumps({"zero": CONFIG}))) == []
+
+
+def test_an_address_that_the_system_chose_is_bound_by_the_engine() -> None:
+    """Told for ``tcp://*:0``: it reads like one to connect to, but somebody listens there."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        told = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        (source,) = ask(answering(200, json.dumps({"0": CONFIG | {"endpoint": told}})))
+    assert (source.endpoint, source.bind) == (told, True)
+    (source,) = ask(answering(200, json.dumps({"0": CONFIG | {"endpoint": told}})))
+    assert source.bind is None, "nobody listens: the engine connects"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "can"),
+    [
+        (200, '{"version":"0.32.0"}', True),
+        (200, '{"version":"0.30.0rc1+cpu"}', True),
+        (200, '{"version":"1.0"}', True),
+        (200, '{"version":"0.29.1"}', False),
+        (200, '{"version":"dev"}', False),
+        (200, '{"version":32}', False),
+        (200, "[]", False),
+        (404, "", False),
+    ],
+)
+def test_only_engines_that_name_whose_report_it_is_are_asked_for_one(status: int, body: str, can: bool) -> None:
+    async def asked() -> bool:
+        transport = httpx.MockTransport(lambda request: httpx.Response(status, content=body))
+        async with httpx.AsyncClient(transport=transport) as client:
+            return await reports_on_request("http://10.0.0.7:8000/", client=client)
+
+    assert asyncio.run(asked()) is can
 
 
 @pytest.mark.parametrize(

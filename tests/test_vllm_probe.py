@@ -34,11 +34,29 @@ vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="1",num_gpu_blo
 """
 
 BUSY = LoadReport(running=2, waiting=3, kv_used=0.25, capacity_tokens=399 * 32)
-ASLEEP = LoadReport(capacity_tokens=16_000, refusing=True, reason="asleep (discard_all)")
+ASLEEP = LoadReport(capacity_tokens=16_000, refusing=True, reason="asleep (discard_all)", asleep=True)
 
 
 def test_a_page_gives_a_report_for_each_rank() -> None:
     assert load_reports(PAGE) == {0: BUSY, 1: ASLEEP}
+
+
+@pytest.mark.parametrize(
+    ("states", "refusing", "asleep"),
+    [
+        ({"awake": 1, "weights_offloaded": 0, "discard_all": 0}, False, False),
+        ({"awake": 0, "weights_offloaded": 1, "discard_all": 0}, True, True),
+        ({"discard_all": 1, "weights_offloaded": 0, "awake": 0}, True, True),
+        ({"awake": 0, "weights_offloaded": 0, "discard_all": 0}, True, False),  # level 0: paused, the cache kept
+        ({}, False, False),
+    ],
+)
+def test_an_engine_that_is_not_awake_refuses_and_only_real_sleep_drops_the_cache(
+    states: dict[str, int], refusing: bool, asleep: bool
+) -> None:
+    lines = [f'vllm:engine_sleep_state{{engine="0",sleep_state="{name}"}} {on}' for name, on in states.items()]
+    report = load_reports("\n".join(["vllm:num_requests_running 0", *lines]))[0]
+    assert (report.refusing, report.asleep) == (refusing, asleep)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Order and lives of a vLLM stream: a table of scenarios, then a model engine with every fault.
 
 Words of the table. In: `C` new connection, `L3` live message 3, `R3` replayed message 3, `E` end marker, `T` time
-runs out; a letter after a number is the engine's life, `!` a message that cannot be decoded. Out: `3` applied, `?3`
-replay asked from 3, `G2` a gap of 2, `X` the view is cleared.
+runs out, `Z` begin anew; a letter after a number is the engine's life, `!` a message that cannot be decoded. Out: `3`
+applied, `?3` replay asked from 3, `G2` a gap of 2, `X` the view is cleared.
 """
 
 from __future__ import annotations
@@ -80,6 +80,12 @@ WITH_REPLAY = {
     "nothing was ever decodable": ("L0! L1! L3 R0! R1! R2 R3 E", "G1 G1 X ?0 G1 G1 2 3"),
     "nothing was ever decodable, restart": ("L0! C R0b R1b E", "G1 X ?0 0b 1b"),
     "first message again, undecodable": ("L0 L3 R0! R0! R1b E", "0 ?0 X ?0 G1 1b"),
+    "begin anew": ("L0 L1 Z R0 R1 E L2", "0 1 X ?0 0 1 2"),
+    "begin anew, truncated history": ("L0 L1 Z R1 E L2", "0 1 X ?0 G1 1 2"),
+    "begin anew, live meanwhile": ("L0 L1 Z L2 R0 R1 R2 E L3", "0 1 X ?0 0 1 2 3"),
+    "begin anew during a replay": ("L0 L3 R0 R1 Z R0 R1 R2 R3 E L4", "0 ?0 1 X ?0 0 1 2 3 4"),
+    "begin anew, no answer": ("L0 L1 Z L2 T L3", "0 1 X ?0 G2 2 3"),
+    "begin anew twice": ("L0 Z Z R0 E L1", "0 X ?0 X ?0 0 1"),
     "answers before what was asked": ("L0 L1 L3 R0 R1 R2 R3 E", "0 1 ?1 2 3"),
 }
 
@@ -93,6 +99,7 @@ WITHOUT_REPLAY = {
     "new connection before the first message": ("C C L0 L1", "G0 0 1"),
     "duplicates": ("L0 L1 L0 L1 L2", "0 1 2"),
     "undecodable": ("L0 L1! L2", "0 G1 2"),
+    "begin anew": ("L0 L1 Z L2", "0 1 2"),
 }
 
 
@@ -105,6 +112,8 @@ def play(sequencer: Sequencer, script: str) -> str:
             actions = sequencer.connected(now)
         elif kind == "E":
             actions = sequencer.receive_replay_end(request, now)
+        elif kind == "Z":
+            actions = sequencer.resync(now)
         elif kind == "T":
             now = sequencer.next_timer()
             actions = sequencer.handle_timer(now)
@@ -143,7 +152,7 @@ def test_scenario_with_a_replay_endpoint(name: str) -> None:
     stats = sequencer.stats
     assert stats.gaps == expected.count("G")
     assert stats.missing == sum(int(word[1:]) for word in expected.split() if word[0] == "G")
-    assert stats.restarts == expected.count("X")
+    assert stats.restarts + stats.resyncs == expected.count("X")
     assert stats.replays == expected.count("?")
     assert stats.replay_timeouts == script.count("T")
 

@@ -106,6 +106,45 @@ def test_an_engine_that_restarts_unseen_is_followed_into_its_new_life(
     run(test)
 
 
+def test_a_view_that_proved_wrong_is_read_anew(adapter: Any, source: EventSource) -> None:
+    async def test() -> None:
+        seen = Seen()
+
+        def take(batch: EngineBatch) -> None:
+            seen(batch)
+            if len(seen) == 3:
+                follower.resync()
+
+        follower = adapter.Follower(source, take)
+        async with engine(source.endpoint, source.replay_endpoint) as publisher, running(follower):
+            await publisher.subscribed()
+            await until(lambda: follower.stats().connected and not follower.stats().replaying)
+            for seq in range(3):
+                await publisher.publish(payload(0, seq))
+            await seen.until(0, 1, 2, "X", 0, 1, 2)
+            await publisher.publish(payload(0, 3))
+            await seen.until(0, 1, 2, "X", 0, 1, 2, 3)
+            assert publisher.requests[-1] == [b"", bytes(8)]
+            assert (follower.stats().resyncs, follower.stats().restarts, follower.stats().gaps) == (1, 0, 0)
+
+    run(test)
+
+
+def test_it_tells_whether_a_publisher_is_there(adapter: Any, source: EventSource) -> None:
+    async def test() -> None:
+        follower = adapter.Follower(source, Seen())
+        assert not follower.stats().connected
+        async with running(follower):
+            async with engine(source.endpoint, source.replay_endpoint):
+                await until(lambda: follower.stats().connected)
+            await until(lambda: not follower.stats().connected)
+            async with engine(source.endpoint, source.replay_endpoint):
+                await until(lambda: follower.stats().connected)
+        assert not follower.stats().connected
+
+    run(test)
+
+
 def test_a_history_longer_than_the_buffer_is_declared(adapter: Any, source: EventSource) -> None:
     async def test() -> None:
         seen = Seen()

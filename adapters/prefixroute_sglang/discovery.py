@@ -11,7 +11,6 @@ Rules:
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Final, NamedTuple
 
 import httpx
@@ -26,6 +25,7 @@ from prefixroute_zmq.address import (
     sources_of_ranks,
 )
 from prefixroute_zmq.http import TIMEOUT_S, fetch_json
+from prefixroute_zmq.listening import is_bound
 
 from prefixroute.errors import UsageError
 
@@ -100,7 +100,7 @@ async def discover(
     """
     published = await describe(base_url, timeout_s=timeout_s, client=client)
     if published is not None and published.events:
-        bind = await _is_bound(published.events[0], timeout_s) if bind is None else bind
+        bind = await is_bound(published.events[0], ENGINE.binding_hosts, timeout_s) if bind is None else bind
         return [source._replace(bind=bind) for source in published.events]
     if published is not None and endpoint is None:
         if published.publisher:
@@ -118,19 +118,6 @@ async def discover_load(
     """Return the load sockets of the engine at `base_url`, one a rank; none when it pushes no load or cannot tell."""
     published = await describe(base_url, timeout_s=timeout_s, client=client)
     return published.load if published is not None else []
-
-
-async def _is_bound(source: EventSource, timeout_s: float) -> bool | None:
-    """Whether the engine binds an endpoint from which that cannot be told; None for what the endpoint implies."""
-    if not live_address(source.endpoint, source.host, ENGINE.binding_hosts).bind:
-        return None
-    host, _, port = source.endpoint.removeprefix("tcp://").rpartition(":")
-    try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), timeout_s)
-    except (OSError, asyncio.TimeoutError):
-        return None
-    writer.close()
-    return True
 
 
 def _published(told: Any, host: str) -> Published | None:

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING
 from prefixroute_zmq import Action, Engine, EventSource, ReplayRequest, Sequencer, SequencerStats
 from prefixroute_zmq.lazy import on_first_use
 
-from .decode import ENGINE, batch_of, decode_batch
+from .decode import ENGINE, REPORT_SESSION, batch_of, decode_batch
 
 if TYPE_CHECKING:
-    from .discovery import discover
+    from .discovery import discover, reports_on_request
     from .follow import Follower, FollowerStats
     from .probe import LoadProbe
 
 __all__ = [
     "ENGINE",
+    "REPORT_SESSION",
     "Action",
     "Engine",
     "EventSource",
@@ -36,8 +37,15 @@ __all__ = [
     "batch_of",
     "decode_batch",
     "discover",
+    "reports_on_request",
 ]
 
-_ON_FIRST_USE = {"Follower": "follow", "FollowerStats": "follow", "LoadProbe": "probe", "discover": "discovery"}
+_ON_FIRST_USE = {
+    "Follower": "follow",
+    "FollowerStats": "follow",
+    "LoadProbe": "probe",
+    "discover": "discovery",
+    "reports_on_request": "discovery",
+}
 
 __getattr__ = on_first_use(__name__, _ON_FIRST_USE, "vllm")

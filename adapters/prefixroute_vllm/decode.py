@@ -3,6 +3,7 @@
 Rules, beside those of `prefixroute_zmq.batch` and `prefixroute_zmq.fields`:
 1. Arrays are vLLM 0.9 to 0.23, maps 0.24 on.
 2. A handle is always an unsigned 64-bit int, see `_handle`.
+3. A full report looks like a store. It is known by the session of the request that asked for it, see `REPORT_SESSION`.
 
 Until 0.16 the events name neither salts nor images: such requests cannot be told from plain ones, and the
 caller has to keep them out of routing.
@@ -41,7 +42,15 @@ from prefixroute.events import (
     Namespace,
 )
 
-__all__ = ["ENGINE", "MAX_BLOCK_SIZE", "MAX_PAYLOAD_BYTES", "batch_of", "decode_batch"]
+__all__ = ["ENGINE", "MAX_BLOCK_SIZE", "MAX_PAYLOAD_BYTES", "REPORT_SESSION", "batch_of", "decode_batch"]
+
+REPORT_SESSION: Final = "prefixroute-report"
+"""How the ``session_id`` of a request with ``"vllm_xargs": {"kv_cache_report_mode": "full"}`` begins (0.30 on).
+
+vLLM tells the blocks that such a request reuses again, from the root, in no way different from a store. What the same
+request stores itself follows below them, or begins at the root if it reuses nothing; so of its events those at the root
+tell what the engine holds, and not how often.
+"""
 
 # Field order of array-shaped events, tag excluded, as of 0.23.0. Fields were only ever appended.
 _STORED_FIELDS: Final = (
@@ -90,7 +99,7 @@ def batch_of(batch: object, rank: int = 0) -> EngineBatch:
 
 def _decode_stored(fields: Fields) -> Sequence[EngineEvent]:
     handles = _handles(fields)
-    parent = fields.get("parent_block_hash")
+    parent, session = fields.get("parent_block_hash"), fields.get("session_id")
     tokens = read_tokens(fields)
     block_size = read_count(fields, "block_size", MAX_BLOCK_SIZE)
     salt, contents, mappable = read_extra_keys(
@@ -107,6 +116,7 @@ def _decode_stored(fields: Fields) -> Sequence[EngineEvent]:
         Namespace(read_lora(fields), salt),
         contents,
         mappable,
+        parent is None and isinstance(session, str) and session.startswith(REPORT_SESSION),
     )
     return (stored,)
 

@@ -1,12 +1,16 @@
 """Where a vLLM engine publishes.
 
-Rule: every data-parallel rank has its own sockets. `discover` asks the engine for them (0.31 on), else tcp ports are
-base + rank. Who binds is in `prefixroute_zmq.address`.
+Rules:
+1. Every data-parallel rank has its own sockets. `discover` asks the engine for them (0.31 on), else tcp ports are
+   base + rank.
+2. Who binds is in `prefixroute_zmq.address`. An engine that took a port from the system (``tcp://*:0``) tells the bound
+   address, which reads like one to connect to: there it is looked whether somebody listens (0.32.0).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Final
 
 import httpx
 from prefixroute_zmq.address import (
@@ -20,17 +24,31 @@ from prefixroute_zmq.address import (
     sources_of_ranks,
 )
 from prefixroute_zmq.http import TIMEOUT_S, fetch_json
+from prefixroute_zmq.listening import is_bound
 from prefixroute_zmq.sequence import BUFFER_STEPS
+
+from .decode import ENGINE
 
 __all__ = [
     "DEFAULT_ENDPOINT",
+    "HOW_TO_PUBLISH",
     "Address",
     "EventSource",
     "discover",
     "endpoint_of_rank",
     "live_address",
     "replay_address",
+    "reports_on_request",
 ]
+
+HOW_TO_PUBLISH: Final = (
+    'start it with --kv-events-config \'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557",'
+    '"replay_endpoint":"tcp://*:5558"}\''
+)
+"""What to add to the command of an engine that publishes no events."""
+
+_VERSION: Final = re.compile(r"(\d{1,4})\.(\d{1,4})\b")
+_REPORTS_SINCE: Final = (0, 30)
 
 
 async def discover(
@@ -47,14 +65,28 @@ async def discover(
 
     Asks ``GET /kv_event_sources``, which vLLM has from 0.31. When the engine cannot be reached or does not know
     the path, the other arguments say what rank 0 was configured with. An engine that answers without any source
-    publishes nothing: the list is empty.
+    publishes nothing: the list is empty, and `HOW_TO_PUBLISH` says what to add to its command.
     """
     host = host_of(base_url)
     told = await fetch_json(base_url.rstrip("/") + "/kv_event_sources", timeout_s, client)
     if isinstance(told, dict):
-        sources = [_source(rank, config, host) for rank, config in told.items()]
-        return sorted((source for source in sources if source is not None), key=lambda source: source.rank)
+        found = [_source(rank, config, host) for rank, config in told.items()]
+        sources = sorted((source for source in found if source is not None), key=lambda source: source.rank)
+        return [source._replace(bind=await is_bound(source, ENGINE.binding_hosts, timeout_s)) for source in sources]
     return sources_of_ranks(endpoint, replay_endpoint, topic, ranks, host)
+
+
+async def reports_on_request(
+    base_url: str, *, timeout_s: float = TIMEOUT_S, client: httpx.AsyncClient | None = None
+) -> bool:
+    """Whether the engine at `base_url` tells the blocks that a request reuses, and whose request it was (0.30 on).
+
+    See `decode.REPORT_SESSION`. False when it cannot be reached.
+    """
+    told = await fetch_json(base_url.rstrip("/") + "/version", timeout_s, client)
+    version = told.get("version") if isinstance(told, dict) else None
+    match = _VERSION.match(version) if isinstance(version, str) else None
+    return match is not None and (int(match[1]), int(match[2])) >= _REPORTS_SINCE
 
 
 def _source(rank: str, config: Any, host: str) -> EventSource | None:

@@ -3,6 +3,8 @@
 Rules, beside those of `prefixroute_zmq.probe`:
 1. The gauges lag: two prompts in prefill can still read as idle (0.32.0).
 2. `kv_used` is what live requests use; cached blocks are free in vLLM's eyes.
+3. An engine that is not awake takes no work. Sleep of level 1 and 2, which the page names, discards the KV cache;
+   level 0, of which it only says that the engine is not awake, keeps it (0.32.0).
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ def load_reports(page: str) -> dict[int, LoadReport]:
     """Return what a vLLM metrics page says about each rank. O(page)."""
     ranks: dict[int, dict[str, float]] = {}
     capacity: dict[int, int] = {}
-    asleep: dict[int, str] = {}
+    resting: dict[int, str] = {}
+    asleep: set[int] = set()
     for sample in parse_samples(page):
         rank = whole(sample.labels.get("engine", "0"))
         if rank is None:
@@ -50,8 +53,12 @@ def load_reports(page: str) -> dict[int, LoadReport]:
             capacity[rank] = _capacity_tokens(sample.labels)
         elif sample.name == _SLEEP:
             state = sample.labels.get("sleep_state", "")
-            if state != "awake" and sample.value > 0:
-                asleep[rank] = f"asleep ({state})"
+            if state == "awake":
+                if not sample.value:
+                    resting.setdefault(rank, "asleep (paused)")
+            elif sample.value:
+                resting[rank] = f"asleep ({state})"
+                asleep.add(rank)
         else:
             ranks.setdefault(rank, {})[sample.name] = sample.value
     return {
@@ -60,8 +67,9 @@ def load_reports(page: str) -> dict[int, LoadReport]:
             waiting=as_count(values.get(_WAITING, 0.0)),
             kv_used=min(1.0, next((values[name] for name in _KV_USED if name in values), 0.0)),
             capacity_tokens=capacity.get(rank, 0),
-            refusing=rank in asleep,
-            reason=asleep.get(rank, ""),
+            refusing=rank in resting,
+            reason=resting.get(rank, ""),
+            asleep=rank in asleep,
         )
         for rank, values in ranks.items()
     }

@@ -46,8 +46,9 @@ class FollowerStats(NamedTuple):
     """What one stream has brought since the follower was made.
 
     `decode_errors` counts undecodable messages by kind, `unknown_events` the events of readable ones that could not
-    be used, `foreign` the messages of another rank on the same socket, which are dropped. `silent` is True when
-    long requests finished and no message has ever come: the engine does not publish, or both sides connect.
+    be used, `foreign` the messages of another rank on the same socket, which are dropped. `connected` is whether a
+    publisher is at the other end now. `silent` is True when long requests finished and no message has ever come: the
+    engine does not publish, or both sides connect.
     """
 
     messages: int
@@ -64,6 +65,8 @@ class FollowerStats(NamedTuple):
     replay_timeouts: int
     duplicates: int
     overflowed: int
+    resyncs: int
+    connected: bool
     last_seq: int | None
     last_message_at: float
     replaying: bool
@@ -105,6 +108,8 @@ class StreamFollower:
         self._decode_errors: dict[str, int] = {}
         self._last_message_at = -math.inf
         self._long_requests = 0
+        self._publishers = 0
+        self._resync_wanted = False
         self._sockets: _Sockets | None = None
 
     def stats(self) -> FollowerStats:
@@ -114,6 +119,7 @@ class StreamFollower:
             **self._counts,
             decode_errors=dict(self._decode_errors),
             **order._asdict(),
+            connected=self._publishers > 0,
             last_seq=self._sequencer.last_seq,
             last_message_at=self._last_message_at,
             replaying=self._sequencer.pending is not None,
@@ -125,6 +131,14 @@ class StreamFollower:
         if prompt_tokens >= LONG_PROMPT_TOKENS:
             self._long_requests += 1
 
+    def resync(self) -> None:
+        """Begin anew from what the engine still keeps, when the messages at hand are applied; call it from `on_batch`.
+
+        For a view that proved wrong although no message is known to be missing. Without a replay endpoint nothing
+        happens.
+        """
+        self._resync_wanted = True
+
     async def run(self) -> None:
         """Follow the stream until cancelled. Raises `UsageError` when the endpoints cannot be used."""
         if self._sockets is not None:
@@ -135,13 +149,14 @@ class StreamFollower:
                 context, self._live, self._replay, self._source.topic, self.engine.max_payload_bytes
             )
             if self._live.address.startswith("inproc://"):
+                self._publishers = 1
                 self._dispatch(self._sequencer.connected(self._clock()))  # inproc reports no connections
             while True:
                 await self._turn(self._sockets)
         finally:
             if self._sockets is not None:
                 self._sockets.close()
-                self._sockets = None
+                self._sockets, self._publishers = None, 0
             if context is not self._context:
                 context.destroy(linger=0)
 
@@ -149,10 +164,9 @@ class StreamFollower:
         await sockets.wait(self._sequencer.next_timer() - self._clock())
         live = await receive_some(sockets.live)
         # A connection is reported before its first message can be read, so this order misses none.
-        connections = sum(
-            parse_monitor_message(frames)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            for frames in await receive_some(sockets.monitor)
-        )
+        told = [parse_monitor_message(frames)["event"] for frames in await receive_some(sockets.monitor)]
+        connections = told.count(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._publishers = max(0, self._publishers + connections - told.count(zmq.EVENT_DISCONNECTED))
         if connections:
             self._counts["connections"] += connections
             self._dispatch(self._sequencer.connected(self._clock()))
@@ -163,6 +177,9 @@ class StreamFollower:
             for frames in await receive_some(sockets.replay):
                 self._take_replayed(request, frames)
         self._dispatch(self._sequencer.handle_timer(self._clock()))
+        if self._resync_wanted:
+            self._resync_wanted = False
+            self._dispatch(self._sequencer.resync(self._clock()))
         await asyncio.sleep(0)
 
     def _take_live(self, frames: list[bytes]) -> None:
@@ -241,7 +258,7 @@ class _Sockets:
         self.live: _Socket = self._socket(zmq.SUB, live)
         self.live.set(zmq.RCVHWM, _LIVE_HWM)
         self.live.subscribe(topic)
-        self.monitor: _Socket = self.live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.monitor: _Socket = self.live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._poller.register(self.live, zmq.POLLIN)
         self._poller.register(self.monitor, zmq.POLLIN)
         try:

@@ -77,7 +77,9 @@ Action: TypeAlias = EngineBatch | ReplayRequest
 
 
 class SequencerStats(NamedTuple):
-    """What has happened to one stream. `missing` counts the messages of all gaps whose size is known."""
+    """What has happened to one stream. `missing` counts the messages of all gaps whose size is known, `resyncs` how
+    often the caller had it begin anew.
+    """
 
     gaps: int = 0
     missing: int = 0
@@ -86,6 +88,7 @@ class SequencerStats(NamedTuple):
     replay_timeouts: int = 0
     duplicates: int = 0
     overflowed: int = 0
+    resyncs: int = 0
 
 
 class Sequencer:
@@ -203,6 +206,20 @@ class Sequencer:
             if self._verifying and (not self._held or self._held[0][0] == self._last + 1):
                 self._gap(0)  # no number is missing, yet the life is not known
             self._finish(now)
+        return self._take()
+
+    def resync(self, now: float) -> list[Action]:
+        """Begin anew from all that the engine still keeps, because what was made of the stream proved wrong.
+
+        Without a replay endpoint there is nothing to begin from, and nothing happens.
+        """
+        if self._replay:
+            self._counts["resyncs"] += 1
+            self._abandon()
+            self._mark(StreamRestarted())
+            self._last, self._anchor = _NOTHING, None
+            self._held.clear()
+            self._request(now)
         return self._take()
 
     # --- live ----------------------------------------------------------------------------------------------

@@ -1,11 +1,14 @@
 """The engine beside a node, as the node sees it: its data-parallel ranks, their events and their load.
 
 Rules:
-1. KINDS is the only place that tells engines apart; the rest is the same for all.
+1. `kinds.KINDS` is the only place that tells engines apart; the rest is the same for all.
 2. Every rank is an endpoint, named by its number. Rank 0 is there from the start, so that the node can serve at once;
-   the others come, and rank 0 may go, when the engine tells its ranks.
+   the others come, and any may go, when the engine tells its ranks (`ranks`).
 3. A request says which rank is meant only where there are several: an engine with one need not know the word.
-4. An engine that does not answer is asked again; a rank that cannot be followed is told and stops no other one.
+4. A rank that cannot be followed is told and stops no other one. An engine that says that it publishes nothing is
+   served by routing history until it does, and the log says which option it lacks.
+5. More live blocks than the engine has prove that its stream lost removals: it is read anew, once a while. A gap that
+   no replay has filled is repaired by asking the engine, where it can be asked (`repair`).
 """
 
 from __future__ import annotations
@@ -14,84 +17,33 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import msgspec
-import prefixroute_sglang as sglang
-import prefixroute_vllm as vllm
-from prefixroute_zmq import EventSource
-from prefixroute_zmq.address import sources_of_ranks
+from prefixroute_zmq import EventSource, live_address
 from prefixroute_zmq.follow import StreamFollower
-from prefixroute_zmq.probe import REFUSAL, REFUSING_FOR_S, HttpProbe
+from prefixroute_zmq.probe import REFUSAL, REFUSING_FOR_S
 
 from prefixroute import LoadReport, Node
 from prefixroute.aio import Driver
-from prefixroute.errors import UsageError
-from prefixroute.events import EngineBatch
+from prefixroute.events import EngineBatch, StreamRestarted
 
 from .config import EngineConfig
+from .kinds import KINDS, AdminCall, Headers, LoadPush, Reports
+from .ranks import Change, Running, Told, ask
+from .repair import Repairs
+from .resets import OwnResets
 
 log = logging.getLogger("prefixroute.sidecar")
 
-RANK_HEADER = "x-data-parallel-rank"
-"""What vLLM takes for the rank that is meant."""
-RANK_FIELD = "routed_dp_rank"
-"""The same in the body of a request to SGLang."""
+RESYNC_PAUSE_S = 60.0
+"""Between two readings anew of one stream: an engine that never tells some removals would else replay for ever."""
 
-_ASK_AGAIN_S = 5.0
 _REFUSED, _SERVER_ERROR = 503, 500
-
-Headers = Sequence[tuple[str, str]]
-
-
-def by_header(headers: Headers, body: bytes, rank: int) -> tuple[Headers, bytes]:
-    """Aim a request at a rank as vLLM wants it."""
-    return [*without_rank(headers), (RANK_HEADER, str(rank))], body
-
-
-def by_field(headers: Headers, body: bytes, rank: int) -> tuple[Headers, bytes]:
-    """Aim a request, whose body is a JSON object, at a rank as SGLang wants it. The other fields keep their bytes."""
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    return headers, msgspec.json.encode({**fields, RANK_FIELD: rank})
-
-
-def without_rank(headers: Headers) -> Headers:
-    """The headers without one that names a rank: another engine's ranks are others."""
-    return [(name, value) for name, value in headers if name != RANK_HEADER]
-
-
-class LoadPush(NamedTuple):
-    """How an engine that pushes its load is listened to."""
-
-    discover: Callable[..., Awaitable[list[EventSource]]]
-    follower: type[sglang.LoadFollower]
-
-
-class EngineKind(NamedTuple):
-    """What an adapter offers, and how a request is aimed at one of the engine's ranks."""
-
-    discover: Callable[..., Awaitable[list[EventSource]]]
-    follower: type[StreamFollower]
-    probe: type[HttpProbe]
-    aim: Callable[[Headers, bytes, int], tuple[Headers, bytes]]
-    push: LoadPush | None = None
-
-
-KINDS: Mapping[str, EngineKind] = {
-    "vllm": EngineKind(vllm.discover, vllm.Follower, vllm.LoadProbe, by_header),
-    "sglang": EngineKind(
-        sglang.discover,
-        sglang.Follower,
-        sglang.LoadProbe,
-        by_field,
-        LoadPush(sglang.discover_load, sglang.LoadFollower),
-    ),
-}
-"""`EngineConfig.kind` -> its adapter."""
 
 
 class Attachment:
@@ -107,10 +59,16 @@ class Attachment:
         self._kind = KINDS[config.kind]
         self._node = node
         self._url = url
-        self._incarnation = time.time_ns()
         self._followers: dict[str, StreamFollower] = {}
+        self._sources: dict[str, EventSource] = {}
+        self._resynced_at: dict[str, float] = {}
         self._refused_until: dict[str, float] = {}
-        self._up = asyncio.Event()
+        self._resets = OwnResets(node)
+        self._repairs = Repairs()
+        self._reports: Reports | None = None
+        """How the engine is asked to report, once it is known to do so."""
+        self._change = Change()
+        self._up = False
         self._add(0, now)
 
     def connect(self, client: httpx.AsyncClient, driver: Driver) -> None:
@@ -120,11 +78,13 @@ class Attachment:
         self._probe = self._kind.probe(self.config.url, client=client)
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
-        """What has to run as long as the node does: following events, asking for load, listening to load."""
-        return [self._follow(), self._ask_load(), self._hear_load()]
+        """What has to run as long as the node does: following events and pushed load, asking for load."""
+        return [self._follow(), self._ask_load()]
 
     def aimed(self, target: str, headers: Headers, body: bytes) -> tuple[Headers, bytes]:
         """A request's headers and body as the engine wants them, for one of `endpoints`."""
+        if self._reports is not None and self._repairs.due(target, self._node.residency(target), self._driver.now()):
+            body = self._reports.ask(headers, body, self._repairs.asked) or body
         if len(self.endpoints) < 2:
             return headers, body
         return self._kind.aim(headers, body, self.endpoints[target])
@@ -138,9 +98,25 @@ class Attachment:
         if status == httpx.codes.OK and target in self._followers:
             self._followers[target].note_finished(prompt_tokens)
 
+    def before_call(self, path: str) -> Mapping[str, int] | None:
+        """What `called` wants to know of the time before a call that is passed to the engine; None for most calls."""
+        return self._resets.clears(self.endpoints) if path in self._kind.empties else None
+
+    def called(self, path: str, query: Mapping[str, str], body: bytes, reply: bytes, before: Mapping[str, int]) -> None:
+        """Take note of a call that the engine answered with success: if it emptied the cache, that counts at once."""
+        if self._kind.empties[path](AdminCall(query, _object(body), _object(reply))):
+            self._resets.emptied(self.endpoints, before, self._driver.now())
+            self._driver.wake()
+
     def stats(self) -> dict[str, dict[str, Any]]:
-        """What each rank's event stream has brought, by rank."""
-        return {str(self.endpoints[name]): one.stats()._asdict() for name, one in self._followers.items()}
+        """What each rank's event stream has brought, by rank, and the blocks that the engine confirmed when asked."""
+        return {
+            str(self.endpoints[name]): {
+                **follower.stats()._asdict(),
+                "confirmed": self._node.residency(name).counts.confirmed,
+            }
+            for name, follower in self._followers.items()
+        }
 
     # --- ranks and events ----------------------------------------------------------------------------------
 
@@ -149,7 +125,7 @@ class Attachment:
         for endpoint, known in self.endpoints.items():
             if known == rank:
                 return endpoint
-        endpoint = self._node.add_endpoint(str(rank), url=self._url, incarnation=self._incarnation, now=now)
+        endpoint = self._node.add_endpoint(str(rank), url=self._url, incarnation=time.time_ns(), now=now)
         self.endpoints[endpoint] = rank
         # Said before the first probe answers: until then peers would take the library's default for this speed.
         self._node.set_load(endpoint, self._with_speed(LoadReport()), now)
@@ -162,60 +138,97 @@ class Attachment:
             self._node.remove_endpoint(endpoint, now)
 
     async def _follow(self) -> None:
-        """Apply the events of every rank, for ever."""
-        sources = await self._sources()
-        now = self._driver.now()
-        for source in sources:
-            endpoint = self._add(source.rank, now)
-            self._followers[endpoint] = self._kind.follower(source, partial(self._apply, endpoint))
-        self._keep({source.rank for source in sources}, now)
-        self._driver.wake()
-        await asyncio.gather(*(_told(follower.run()) for follower in self._followers.values()))
+        """Follow the events of every rank, and the load where it is pushed, as the engine tells of them, for ever."""
+        said = ""
+        with Running() as running:
+            while True:
+                told = await ask(self._kind, self.config, self._client)
+                if told.why and told.why != said and (told.silent or not self._followers):
+                    log.warning("%s does not tell where it publishes its cache events: %s", self.config.url, told.why)
+                said = told.why
+                if told.sources or told.silent:
+                    self._take(told, running)
+                    reports = self._kind.reports
+                    able = reports is not None and await reports.can(self.config.url, client=self._client)
+                    self._reports = reports if able else None
+                    running.keep({**self._wanted(), **await self._wanted_loads()})
+                await self._change.wait(not told.why, self._followers.values())
 
-    async def _sources(self) -> list[EventSource]:
-        """Where the ranks publish: as configured, or as the engine tells itself, asked until it does."""
-        config = self.config
-        if config.events:
-            host = httpx.URL(config.url).host
-            sources = sources_of_ranks(config.events, config.replay or None, config.topic, config.ranks, host)
-            return [source._replace(bind=config.bind) for source in sources]
-        why = "it does not answer, or is too old to tell: give engine.events"
-        while True:
-            try:
-                sources = [s for s in await self._kind.discover(config.url, client=self._client) if s.discovered]
-            except UsageError as error:
-                sources, why = [], str(error)
-            if sources:
-                return sources
-            log.warning("%s does not tell where it publishes its cache events: %s", config.url, why)
-            await asyncio.sleep(_ASK_AGAIN_S)
+    def _take(self, told: Told, running: Running) -> None:
+        """Make endpoints and followers what the engine told."""
+        now = self._driver.now()
+        sources = {}
+        for source in told.sources:
+            endpoint = self._add(source.rank, now)
+            sources[endpoint] = self._unless_ours(self._sources.get(endpoint), source)
+        for endpoint in [name for name in self._followers if self._sources[name] != sources.get(name)]:
+            # The next stream is another one; it begins with a replay of all, and nothing of this one must be left.
+            running.stop((endpoint, self._sources[endpoint]))
+            del self._followers[endpoint], self._sources[endpoint]
+            self._node.apply(endpoint, EngineBatch((StreamRestarted(),), self.endpoints[endpoint]), now)
+        for endpoint, source in sources.items():
+            if endpoint not in self._followers:
+                self._followers[endpoint] = self._follower(source, endpoint)
+                self._sources[endpoint] = source
+        if told.silent:
+            for endpoint in self.endpoints:
+                self._node.go_by_history(endpoint, told.why, now)
+        else:
+            self._keep({source.rank for source in told.sources}, now)
+        self._driver.wake()
+
+    def _unless_ours(self, old: EventSource | None, new: EventSource) -> EventSource:
+        """What the engine tells of a rank; a socket that this node binds itself must not be taken for the engine's."""
+        if old is None or old.bind == new.bind or new != old._replace(bind=new.bind):
+            return new
+        ours = live_address(old.endpoint, old.host, self._kind.follower.engine.binding_hosts, old.bind).bind
+        return old if ours else new
+
+    def _follower(self, source: EventSource, endpoint: str) -> StreamFollower:
+        """What follows the events of one source."""
+        return self._kind.follower(source, partial(self._apply, endpoint))
+
+    def _wanted(self) -> dict[Hashable, Callable[[], Coroutine[Any, Any, None]]]:
+        return {(name, self._sources[name]): follower.run for name, follower in self._followers.items()}
+
+    async def _wanted_loads(self) -> dict[Hashable, Callable[[], Coroutine[Any, Any, None]]]:
+        """Where load is pushed it is asked for as well: a socket that nobody serves cannot be told from a quiet one."""
+        push = self._kind.push
+        if push is None or not self._up:  # before that it cannot tell where
+            return {}
+        sources = await push.discover(self.config.url, client=self._client)
+        return {("load", source): partial(self._hear, push, source) for source in sources}
+
+    async def _hear(self, push: LoadPush, source: EventSource) -> None:
+        await push.follower(source, self._take_load).run()
 
     def _apply(self, endpoint: str, batch: EngineBatch) -> None:
-        self._node.apply(endpoint, batch, self._driver.now())
+        now, residency = self._driver.now(), self._node.residency(endpoint)
+        inflated = residency.counts.inflated
+        self._node.apply(endpoint, self._resets.passed(endpoint, batch, now), now)
         self._driver.wake()
+        if any(isinstance(event, StreamRestarted) for event in batch.events):
+            self._change.note()
+        if residency.counts.inflated != inflated:
+            self._resync(endpoint, now)
+
+    def _resync(self, endpoint: str, now: float) -> None:
+        if now >= self._resynced_at.get(endpoint, -math.inf) + RESYNC_PAUSE_S:
+            self._resynced_at[endpoint] = now
+            self._followers[endpoint].resync()
 
     # --- load ----------------------------------------------------------------------------------------------
 
     async def _ask_load(self) -> None:
         """Tell the node how loaded each rank is, as often as configured, for ever."""
         while True:
-            if loads := await self._probe.read_all():
-                self._up.set()
-                for rank, load in loads.items():
-                    self._take_load(rank, load)
+            loads = await self._probe.read_all()
+            if loads and not self._up:
+                self._change.note()
+            self._up = bool(loads)
+            for rank, load in (loads or {}).items():
+                self._take_load(rank, load)
             await asyncio.sleep(self.config.load_probe_s)
-
-    async def _hear_load(self) -> None:
-        """Tell the node what the engine says of its load by itself, for ever, where it does.
-
-        It is asked as well: a socket that nobody serves cannot be told from a quiet one.
-        """
-        push = self._kind.push
-        if push is None:
-            return
-        await self._up.wait()  # before that it cannot tell where
-        sources = await push.discover(self.config.url, client=self._client)
-        await asyncio.gather(*(_told(push.follower(source, self._take_load).run()) for source in sources))
 
     def _take_load(self, rank: int, load: LoadReport) -> None:
         now = self._driver.now()
@@ -233,9 +246,10 @@ class Attachment:
         return replace(load, prefill_tokens_per_s=self.config.prefill_tokens_per_s)
 
 
-async def _told(work: Awaitable[None]) -> None:
-    """Run `work`; what the user has to change is told, and ends nothing else."""
+def _object(body: bytes) -> Mapping[str, Any]:
+    """A JSON object's fields; none of anything else."""
     try:
-        await work
-    except UsageError as error:
-        log.error("%s", error)
+        value = msgspec.json.decode(body) if body else None
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return {}
+    return value if isinstance(value, dict) else {}

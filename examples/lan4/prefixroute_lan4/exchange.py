@@ -36,8 +36,9 @@ from starlette.responses import Response, StreamingResponse
 
 from prefixroute import Decision, LoadReport, Node, Outcome, OutcomeKind
 
-from .attach import Attachment, without_rank
+from .attach import Attachment
 from .config import TimeoutConfig
+from .kinds import without_rank
 from .sse import Diverged, StreamLedger, UpstreamBroke
 from .upstream import (
     DECLINED_HEADER,

@@ -5,7 +5,7 @@
 Rules:
 1. The node decides; the sidecar only carries: requests to engines, datagrams to peers, events and load to the node.
 2. What the sidecar cannot read it passes to its own engine untouched. What is the engine's, ranks and all, is in
-   `attach.py`.
+   `attach.py`; calls that empty its cache are known from their paths.
 3. All state lives in one event loop: nothing here is shared between threads.
 
 | path | answer |
@@ -41,7 +41,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from prefixroute import Decision, Node, metrics
+from prefixroute import Decision, EndpointStats, Node, metrics
 from prefixroute.aio import Driver
 from prefixroute.errors import UsageError
 from prefixroute.events import NodeEvent
@@ -178,14 +178,18 @@ class Sidecar:
         return decision
 
     async def _pass_through(self, request: Request) -> Response:
-        """Whatever is not routed is the engine's to answer."""
+        """Whatever is not routed is the engine's to answer; a call that empties its cache counts at once."""
+        path, body = request.url.path, await request.body()
+        before = self.engine.before_call(path)
         url = httpx.URL(self.config.engine.url + request.url.path, query=request.url.query.encode())
         try:
             reply = await self._site.client.request(
-                request.method, url, content=await request.body(), headers=_request_headers(request), timeout=30.0
+                request.method, url, content=body, headers=_request_headers(request), timeout=30.0
             )
         except httpx.HTTPError as error:
             return error_reply(502, f"the engine does not answer: {error}")
+        if before is not None and reply.is_success:
+            self.engine.called(path, request.query_params, body, reply.content, before)
         return Response(reply.content, reply.status_code, media_type=reply.headers.get("content-type"))
 
     # --- introspection -------------------------------------------------------------------------------------
@@ -229,7 +233,7 @@ class Sidecar:
                 "bytes_per_s": self.transport.bytes_sent / seconds,
             },
             "engine_events": self.engine.stats(),
-            "state": {**state._asdict(), "endpoints": [row._asdict() for row in state.endpoints]},
+            "state": {**state._asdict(), "endpoints": [_endpoint(row) for row in state.endpoints]},
         }
 
     async def _metrics(self, request: Request) -> Response:
@@ -238,6 +242,10 @@ class Sidecar:
 
     async def _health(self, request: Request) -> Response:
         return _json({"status": "ok", "node": self.config.node})
+
+
+def _endpoint(row: EndpointStats) -> dict[str, Any]:
+    return {**row._asdict(), "accuracy": {**row.accuracy._asdict(), "compared": row.accuracy.compared}}
 
 
 def _json(value: object) -> Response:

@@ -1,0 +1,52 @@
+"""When a request asks the engine to tell again what it reuses, so that a residency with holes becomes whole again.
+
+A gap that no replay has filled leaves blocks doubtful, and blocks that were stored in it unknown. An engine that can be
+asked tells both, prompt by prompt. Rules:
+1. Only a partial residency is repaired, by one request in `PAUSE_S` at most: a report costs the engine an event.
+2. While reports tell nothing new the pause doubles up to `LONGEST_PAUSE_S`: a residency stays partial for ever if what
+   is unknown is never asked for. A new gap begins anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefixroute import Residency
+
+PAUSE_S = 1.0
+LONGEST_PAUSE_S = 64.0
+
+
+@dataclass(slots=True)
+class _Repair:
+    gaps: int
+    confirmed: int
+    pause_s: float = PAUSE_S
+    next_at: float = float("-inf")
+
+
+class Repairs:
+    """The repairs of a node's endpoints. `asked` counts the requests that asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._under_way: dict[str, _Repair] = {}
+
+    def due(self, endpoint: str, residency: Residency, now: float) -> bool:
+        """Whether the request that goes to `endpoint` now is to ask. O(1)."""
+        if not residency.partial:
+            self._under_way.pop(endpoint, None)
+            return False
+        counts = residency.counts
+        repair = self._under_way.get(endpoint)
+        if repair is None or repair.gaps != counts.gaps:
+            repair = self._under_way[endpoint] = _Repair(counts.gaps, counts.confirmed)
+        elif now < repair.next_at:
+            return False
+        else:
+            futile = repair.confirmed == counts.confirmed
+            repair.pause_s = min(2 * repair.pause_s, LONGEST_PAUSE_S) if futile else PAUSE_S
+            repair.confirmed = counts.confirmed
+        repair.next_at = now + repair.pause_s
+        self.asked += 1
+        return True

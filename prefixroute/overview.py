@@ -1,0 +1,67 @@
+"""A node's view of everything it knows, for operators: plain rows, read off at one moment."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .accuracy import Accuracy
+from .endpoint import LocalEndpoint
+from .fleet import Standing
+
+
+class EndpointStats(NamedTuple):
+    """One endpoint as a node knows it, for operators. `age_s` is since the owner's last word.
+
+    `residency` says what a local endpoint's blocks are known from: ``exact`` or ``partial`` events, or none
+    (``silent``: routing history stands in); "" of a peer. `inflated` counts the times that more blocks were live than
+    its engine has. `accuracy` compares what this node predicted of it with the cached tokens of its answers.
+    """
+
+    endpoint: str
+    local: bool
+    url: str
+    incarnation: int
+    version: int
+    blocks: int
+    age_s: float
+    confidence: float
+    rtt_s: float
+    wait_s: float
+    push_back: str
+    usable: bool
+    residency: str = ""
+    inflated: int = 0
+    accuracy: Accuracy = Accuracy()
+
+
+class NodeStats(NamedTuple):
+    """A node's view at one moment."""
+
+    node: str
+    endpoints: tuple[EndpointStats, ...]
+    peers: dict[str, str]
+    index_keys: int
+    in_flight: int
+    counters: dict[str, int]
+
+
+def row_of(standing: Standing, local: LocalEndpoint | None, usable: bool, now: float) -> EndpointStats:
+    """Return an endpoint's row; `local` if it is this node's own."""
+    copy = standing.copy
+    return EndpointStats(
+        standing.name,
+        copy.mine,
+        copy.url,
+        copy.incarnation,
+        copy.keys.version,
+        len(copy.keys) if local is None else local.residency.canonical_blocks,
+        copy.age_s(now),
+        standing.confidence,
+        standing.rtt_s,
+        standing.wait_s(now),
+        standing.state.name.lower(),
+        usable,
+        "" if local is None else local.state,
+        0 if local is None else local.residency.counts.inflated,
+        standing.accuracy,
+    )
