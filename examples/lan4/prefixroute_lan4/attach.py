@@ -23,6 +23,7 @@ import httpx
 import msgspec
 import prefixroute_sglang as sglang
 import prefixroute_vllm as vllm
+from prefixroute_inproc import TapFollower, is_tap, sources_of_tap
 from prefixroute_zmq import EventSource
 from prefixroute_zmq.address import sources_of_ranks
 from prefixroute_zmq.follow import StreamFollower
@@ -93,6 +94,15 @@ KINDS: Mapping[str, EngineKind] = {
 }
 """`EngineConfig.kind` -> its adapter."""
 
+Follower = StreamFollower | TapFollower
+
+
+def follower_of(kind: EngineKind, source: EventSource, on_batch: Callable[[EngineBatch], None]) -> Follower:
+    """What follows a source: by its endpoint, over ZeroMQ or in-process (``tap://``)."""
+    if is_tap(source.endpoint):
+        return TapFollower(source, on_batch, kind.follower.engine)
+    return kind.follower(source, on_batch)
+
 
 class Attachment:
     """The local engine: the endpoints that it gives the node, and what keeps them true.
@@ -108,7 +118,7 @@ class Attachment:
         self._node = node
         self._url = url
         self._incarnation = time.time_ns()
-        self._followers: dict[str, StreamFollower] = {}
+        self._followers: dict[str, Follower] = {}
         self._refused_until: dict[str, float] = {}
         self._up = asyncio.Event()
         self._add(0, now)
@@ -167,7 +177,7 @@ class Attachment:
         now = self._driver.now()
         for source in sources:
             endpoint = self._add(source.rank, now)
-            self._followers[endpoint] = self._kind.follower(source, partial(self._apply, endpoint))
+            self._followers[endpoint] = follower_of(self._kind, source, partial(self._apply, endpoint))
         self._keep({source.rank for source in sources}, now)
         self._driver.wake()
         await asyncio.gather(*(_told(follower.run()) for follower in self._followers.values()))
@@ -175,6 +185,8 @@ class Attachment:
     async def _sources(self) -> list[EventSource]:
         """Where the ranks publish: as configured, or as the engine tells itself, asked until it does."""
         config = self.config
+        if is_tap(config.events):
+            return sources_of_tap(config.events, config.ranks)
         if config.events:
             host = httpx.URL(config.url).host
             sources = sources_of_ranks(config.events, config.replay or None, config.topic, config.ranks, host)
