@@ -17,6 +17,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import socket
@@ -45,6 +46,11 @@ WELCOME_S: Final = 5.0
 
 _CHUNK_BYTES: Final = 256 << 10
 _COUNTS: Final = ("messages", "replayed", "batches", "unknown_events", "connections", "duplicates")
+
+
+def may_follow(owner: int) -> bool:
+    """Whether this process may believe what comes from a socket of that user."""
+    return owner in (0, os.geteuid()) or os.geteuid() == 0
 
 
 class TapFollower:
@@ -135,24 +141,30 @@ class TapFollower:
             return False
         loop = asyncio.get_running_loop()
         splitter = Splitter(MAX_FRAME_BYTES)
+        # Not wait_for: before Python 3.12 it may swallow the cancellation of `run`.
+        deadline = loop.call_later(WELCOME_S, self._give_up, connection)
         try:
             await loop.sock_sendall(connection, encode(Resume(self._life, self._next_seq)))
-            while True:
-                receiving = loop.sock_recv(connection, _CHUNK_BYTES)
-                data = await (receiving if self._welcomed else asyncio.wait_for(receiving, WELCOME_S))
-                if not data:
-                    return self._welcomed
+            while data := await loop.sock_recv(connection, _CHUNK_BYTES):
                 for body in splitter.feed(data):
                     self._take(decode(body))
                 await asyncio.sleep(0)
+            return self._welcomed
         except FrameError as error:
             self._count_error(error.kind)
             return False
-        except (OSError, asyncio.TimeoutError):
+        except OSError:
             return self._welcomed
         finally:
+            deadline.cancel()
             self._welcomed = False
             connection.close()
+
+    def _give_up(self, connection: socket.socket) -> None:
+        """End a connection on which nothing has been said."""
+        if not self._welcomed:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _connect(self) -> socket.socket | None:
         """Return a connection; None when there is none to be had, for now."""
@@ -165,7 +177,7 @@ class TapFollower:
             return None
         if not stat.S_ISSOCK(found.st_mode):
             raise UsageError(f"{self._path} is no socket: pass what the engine has for PREFIXROUTE_TAP")
-        if os.geteuid() not in (0, found.st_uid) and found.st_uid != 0:
+        if not may_follow(found.st_uid):
             raise UsageError(f"{self._path} is another user's: run the engine and the node as the same one")
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.setblocking(False)

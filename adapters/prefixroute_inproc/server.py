@@ -116,7 +116,7 @@ class TapServer:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
-            if len(self._readers) >= MAX_READERS or not _same_user(connection):
+            if len(self._readers) >= MAX_READERS or _user_of(connection) not in (0, os.geteuid()):
                 self.refused += 1
                 connection.close()
                 return
@@ -217,6 +217,8 @@ def _make_room(path: str) -> None:
     raise OSError(f"{path} is served by another process: give each engine a path of its own")
 
 
-def _same_user(connection: socket.socket) -> bool:
+def _user_of(connection: socket.socket) -> int:
+    """The number of the user whose process is at the other end."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(peer)[1] in (0, os.geteuid())
+    user: int = _CREDENTIALS.unpack(peer)[1]
+    return user

@@ -53,7 +53,8 @@ class EngineConfig(_Strict, frozen=True, kw_only=True):
 
     `events`, `replay`, `topic` and `bind` are `endpoint`, `replay_endpoint`, `topic` and `bind` of the engine's own
     ``--kv-events-config``, word for word: they tell who binds. They are those of rank 0, of `ranks` data-parallel ones.
-    ``tap:///PATH`` is what the engine has for PREFIXROUTE_TAP, docs/in-process.md. Without `events` the engine is asked (vLLM >= 0.31, SGLang where it publishes over tcp).
+    As `events`, ``tap://`` and an absolute path is the engine's PREFIXROUTE_TAP, see docs/in-process.md.
+    Without `events` the engine is asked (vLLM >= 0.31, SGLang where it publishes over tcp).
     `prefill_tokens_per_s` is its speed where it is known; 0 lets the node learn it from answers.
     """
 
