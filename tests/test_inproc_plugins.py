@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
 import socket
+import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -434,3 +437,30 @@ def test_a_sink_by_name_says_what_is_wrong() -> None:
         find_sink("os")
     with pytest.raises(UsageError, match="'os:sep' is no function"):
         find_sink("os:sep")
+
+
+# --- the check with real engines, as far as it goes without one --------------------------------------------
+
+LAN4 = Path(__file__).parents[1] / "examples" / "lan4"
+
+
+def test_the_check_gives_engines_the_entry_points_of_the_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(LAN4))
+    check = importlib.import_module("check_inprocess")
+    plugins = check.plugin_folder(folder / "plugins")
+    assert (plugins / "prefixroute_inproc" / "vllm_plugin.py").exists()
+    (found,) = [d for d in distributions(path=[str(plugins)]) if d.name == "prefixroute-tap"]
+    points = tomllib.loads((LAN4.parents[1] / "pyproject.toml").read_text())["project"]["entry-points"]
+    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+        assert {point.name: point.value for point in found.entry_points if point.group == group} == points[group]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_the_check_names_what_is_missing(kind: str) -> None:
+    argv = [sys.executable, str(LAN4 / "check_inprocess.py"), kind]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PREFIXROUTE_")}
+    done = subprocess.run(
+        argv, env={**environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert f"set PREFIXROUTE_{kind.upper()}_ENV=DIR" in done.stderr

@@ -21,6 +21,7 @@ from prefixroute_inproc.wire import Batch, Head, Resume, Splitter, Welcome, deco
 from prefixroute_vllm import ENGINE
 from publishing import Seen, run, running, told, until
 from tapping import BlockStored, Reader, VllmBatch, folder, follower_of, following, removal, tap_at
+from test_benchmarks import figures
 
 from prefixroute.events import BlocksStored, EngineBatch, StreamGap
 
@@ -511,3 +512,16 @@ def test_the_engine_loads_no_core_and_nothing_heavy() -> None:
         "prefixroute_inproc.tap",
     }
     assert not tap & {"vllm", "sglang", "numpy", "prefixroute", "asyncio", "zmq", "prefixroute_zmq"}
+
+
+def test_the_benchmark_measures_what_it_says() -> None:
+    values = figures("tap.py", "--quick")
+    assert set(values) == {
+        "publish, median",
+        "publish, 99th percentile",
+        "queue.Queue.put, median",
+        "thread, mean",
+        "arrival at a follower, median",
+    }
+    assert all(value > 0 for value in values.values())
+    assert values["publish, median"] <= values["publish, 99th percentile"]

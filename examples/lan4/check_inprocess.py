@@ -74,10 +74,12 @@ class Kind(NamedTuple):
     launcher: Any
     settings: Any
     arguments: tuple[str, ...]
+    discover: Any = None
+    """Asks the engine where it publishes, if it can tell of a tap."""
 
 
 KINDS = {
-    "vllm": Kind(vllm.ENGINE, 32, VllmLauncher, VllmSettings, ()),
+    "vllm": Kind(vllm.ENGINE, 32, VllmLauncher, VllmSettings, (), vllm.discover),
     "sglang": Kind(
         sglang.ENGINE,
         16,
@@ -204,6 +206,9 @@ async def check(kind: Kind, count: int, seed: int, folder: Path) -> list[str]:
         await launcher.wait_ready()
         await checker.until("traffic", "the tap is connected to", lambda: checker.follower.stats().connections == 1)
         checker.expect("traffic", "no ZeroMQ socket was made", not os.path.exists(f"{folder}/events"))
+        if kind.discover is not None:
+            told = [source.endpoint for source in await kind.discover(engine.url)]
+            checker.expect("traffic", "the engine tells where its tap is", told == [f"tap://{tap}"])
         await checker.send("traffic", islice(prompts, count))
 
         await checker.leave()
