@@ -37,7 +37,7 @@ FORBIDDEN = {
         "sglang",
         "torch",
         "transformers",
-        *(f"prefixroute_{name}" for name in ("zmq", "vllm", "sglang")),
+        *(f"prefixroute_{name}" for name in ("zmq", "vllm", "sglang", "inproc")),
     },
     "edges": {f"prefixroute.{name}" for name in EDGES | FOLDERS} | {"prefixroute_lan4"},
 }

@@ -25,7 +25,6 @@ from typing import Any
 import httpx
 import msgspec
 from prefixroute_zmq import EventSource, live_address
-from prefixroute_zmq.follow import StreamFollower
 from prefixroute_zmq.probe import REFUSAL, REFUSING_FOR_S
 
 from prefixroute import LoadReport, Node
@@ -33,7 +32,7 @@ from prefixroute.aio import Driver
 from prefixroute.events import EngineBatch, StreamRestarted
 
 from .config import EngineConfig
-from .kinds import KINDS, AdminCall, Headers, LoadPush, Reports
+from .kinds import KINDS, AdminCall, Follower, Headers, LoadPush, Reports, follower_of
 from .ranks import Change, Running, Told, ask
 from .repair import Repairs
 from .resets import OwnResets
@@ -59,7 +58,7 @@ class Attachment:
         self._kind = KINDS[config.kind]
         self._node = node
         self._url = url
-        self._followers: dict[str, StreamFollower] = {}
+        self._followers: dict[str, Follower] = {}
         self._sources: dict[str, EventSource] = {}
         self._resynced_at: dict[str, float] = {}
         self._refused_until: dict[str, float] = {}
@@ -168,7 +167,7 @@ class Attachment:
             self._node.apply(endpoint, EngineBatch((StreamRestarted(),), self.endpoints[endpoint]), now)
         for endpoint, source in sources.items():
             if endpoint not in self._followers:
-                self._followers[endpoint] = self._follower(source, endpoint)
+                self._followers[endpoint] = follower_of(self._kind, source, partial(self._apply, endpoint))
                 self._sources[endpoint] = source
         if told.silent:
             for endpoint in self.endpoints:
@@ -183,10 +182,6 @@ class Attachment:
             return new
         ours = live_address(old.endpoint, old.host, self._kind.follower.engine.binding_hosts, old.bind).bind
         return old if ours else new
-
-    def _follower(self, source: EventSource, endpoint: str) -> StreamFollower:
-        """What follows the events of one source."""
-        return self._kind.follower(source, partial(self._apply, endpoint))
 
     def _wanted(self) -> dict[Hashable, Callable[[], Coroutine[Any, Any, None]]]:
         return {(name, self._sources[name]): follower.run for name, follower in self._followers.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+from prefixroute_inproc import is_tap, sources_of_tap
 from prefixroute_zmq import endpoint_of_rank
 
 from prefixroute import Domain, NodeSettings, PushBackSettings, policy
@@ -52,6 +53,7 @@ class EngineConfig(_Strict, frozen=True, kw_only=True):
 
     `events`, `replay`, `topic` and `bind` are `endpoint`, `replay_endpoint`, `topic` and `bind` of the engine's own
     ``--kv-events-config``, word for word: they tell who binds. They are those of rank 0, of `ranks` data-parallel ones.
+    As `events`, ``tap://`` and an absolute path is the engine's PREFIXROUTE_TAP, see docs/in-process.md.
     Without `events` the engine is asked (vLLM >= 0.31, SGLang where it publishes over tcp).
     `prefill_tokens_per_s` is its speed where it is known; 0 lets the node learn it from answers. `tokenizer_file` is a
     copy of its ``tokenizer.json``, or the folder of it, to read prompts here instead of asking the engine.
@@ -73,6 +75,9 @@ class EngineConfig(_Strict, frozen=True, kw_only=True):
             raise ValueError(f"kind must be one of {', '.join(ENGINE_KINDS)}, not {self.kind!r}")
         if self.ranks < 1:
             raise ValueError(f"ranks must be at least 1, not {self.ranks}")
+        if is_tap(self.events):
+            sources_of_tap(self.events, self.ranks)
+            return
         for endpoint in filter(None, (self.events, self.replay)):
             endpoint_of_rank(endpoint, self.ranks - 1)
 

@@ -14,11 +14,14 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 import prefixroute_sglang as sglang
 import prefixroute_vllm as vllm
+from prefixroute_inproc import TapFollower, is_tap
 from prefixroute_sglang.discovery import HOW_TO_PUBLISH as SGLANG_PUBLISHES
 from prefixroute_vllm.discovery import HOW_TO_PUBLISH as VLLM_PUBLISHES
 from prefixroute_zmq import EventSource
 from prefixroute_zmq.follow import StreamFollower
 from prefixroute_zmq.probe import HttpProbe
+
+from prefixroute.events import EngineBatch
 
 RANK_HEADER = "x-data-parallel-rank"
 """What vLLM takes for the rank that is meant."""
@@ -169,3 +172,12 @@ KINDS: Mapping[str, EngineKind] = {
     ),
 }
 """`EngineConfig.kind` -> its adapter."""
+
+Follower: TypeAlias = StreamFollower | TapFollower
+
+
+def follower_of(kind: EngineKind, source: EventSource, on_batch: Callable[[EngineBatch], None]) -> Follower:
+    """What follows a source: by its endpoint, over ZeroMQ or in-process (``tap://``)."""
+    if is_tap(source.endpoint):
+        return TapFollower(source, on_batch, kind.follower.engine)
+    return kind.follower(source, on_batch)

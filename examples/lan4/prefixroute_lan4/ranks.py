@@ -15,14 +15,14 @@ from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import httpx
+from prefixroute_inproc import is_tap, sources_of_tap
 from prefixroute_zmq import EventSource
 from prefixroute_zmq.address import sources_of_ranks
-from prefixroute_zmq.follow import StreamFollower
 
 from prefixroute.errors import UsageError
 
 from .config import EngineConfig
-from .kinds import EngineKind
+from .kinds import EngineKind, Follower
 
 log = logging.getLogger("prefixroute.sidecar")
 
@@ -44,6 +44,8 @@ class Told(NamedTuple):
 
 async def ask(kind: EngineKind, config: EngineConfig, client: httpx.AsyncClient) -> Told:
     """Where the ranks publish: as configured, or as the engine tells itself."""
+    if is_tap(config.events):
+        return Told(sources_of_tap(config.events, config.ranks))
     if config.events:
         host = httpx.URL(config.url).host
         sources = sources_of_ranks(config.events, config.replay or None, config.topic, config.ranks, host)
@@ -68,7 +70,7 @@ class Change:
         """Something has happened that a restart looks like."""
         self._noted.set()
 
-    async def wait(self, settled: bool, followers: Iterable[StreamFollower]) -> None:
+    async def wait(self, settled: bool, followers: Iterable[Follower]) -> None:
         """Return when the engine is to be asked again; `settled` if it told its sources."""
         followers = list(followers)
         while True:

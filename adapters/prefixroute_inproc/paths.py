@@ -1,0 +1,13 @@
+"""Names of a tap's sockets; apart from `address`, because engines load it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+MAX_PATH_BYTES: Final = 107
+"""sun_path holds 108 bytes with its final zero."""
+
+
+def path_of_rank(path: str, rank: int) -> str:
+    """Return the socket's path of a data-parallel rank, given that of rank 0."""
+    return path if rank == 0 else f"{path}.{rank}"
