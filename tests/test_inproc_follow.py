@@ -85,6 +85,23 @@ def test_order_gaps_duplicates_and_heads(folder: Path) -> None:
     run(test)
 
 
+def test_a_stream_that_proved_wrong_is_read_anew(folder: Path) -> None:
+    async def test() -> None:
+        async with bad_tap(folder / "t") as tap:
+            tap.say(WELCOME, batch(0), batch(1))
+            async with following(folder / "t") as (follower, seen):
+                await seen.until(0, 1)
+                assert follower.stats().connected
+                tap.say(WELCOME, batch(1), batch(2))
+                follower.resync()
+                await seen.until(0, 1, "X", "G1", 1, 2)
+                stats = follower.stats()
+            assert [(asked.life, asked.next_seq) for asked in tap.asked] == [(0, 0), (0, 0)]
+        assert (stats.resyncs, stats.restarts, stats.gaps) == (1, 0, 1)
+
+    run(test)
+
+
 def test_what_cannot_be_decoded_is_a_gap_of_one(folder: Path) -> None:
     async def test() -> None:
         async with bad_tap(folder / "t") as tap:

@@ -79,6 +79,7 @@ class TapFollower:
         self._clock = clock
         self._running = False
         self._resync_wanted = False
+        self._connection: socket.socket | None = None
         self._life = 0
         self._next_seq = 0
         self._replay_end = 0
@@ -116,6 +117,8 @@ class TapFollower:
     def resync(self) -> None:
         """Read the stream anew: forget what was told, and take the history that the tap still keeps."""
         self._resync_wanted = True
+        if self._connection is not None:
+            _end(self._connection)
 
     def note_finished(self, prompt_tokens: int) -> None:
         """Take note that the engine finished a request; long ones without any event make the stream silent."""
@@ -146,6 +149,9 @@ class TapFollower:
         connection = self._connect()
         if connection is None:
             return False
+        if self._resync_wanted:
+            self._begin_anew()
+        self._connection = connection
         loop = asyncio.get_running_loop()
         splitter = Splitter(MAX_FRAME_BYTES)
         # Not wait_for: before Python 3.12 it may swallow the cancellation of `run`.
@@ -155,9 +161,6 @@ class TapFollower:
             while data := await loop.sock_recv(connection, _CHUNK_BYTES):
                 for body in splitter.feed(data):
                     self._take(decode(body))
-                if self._resync_wanted:
-                    self._begin_anew()
-                    break
                 await asyncio.sleep(0)
             return self._welcomed
         except FrameError as error:
@@ -168,13 +171,13 @@ class TapFollower:
         finally:
             deadline.cancel()
             self._welcomed = False
+            self._connection = None
             connection.close()
 
     def _give_up(self, connection: socket.socket) -> None:
         """End a connection on which nothing has been said."""
         if not self._welcomed:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _end(connection)
 
     def _connect(self) -> socket.socket | None:
         """Return a connection; None when there is none to be had, for now."""
@@ -281,3 +284,9 @@ class TapFollower:
 
     def _count_error(self, kind: str) -> None:
         self._decode_errors[kind] = self._decode_errors.get(kind, 0) + 1
+
+
+def _end(connection: socket.socket) -> None:
+    """Let whoever reads from a connection find that it is over."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
