@@ -291,7 +291,7 @@ class Desk:
         self.polled: dict[int, LoadReport] = {}
         self.told: list[EventSource] | UsageError = sources
         self.loads_told = sources
-        self.asked = 0
+        self.asked = self.reads = 0
         probe = SimpleNamespace(read_all=self._read)
         push = LoadPush(self._discover_load, self.loads)
         kind = KINDS["sglang"]._replace(
@@ -312,6 +312,7 @@ class Desk:
         monkeypatch.setattr(self.node, "set_load", take)
 
     async def _read(self) -> dict[int, LoadReport]:
+        self.reads += 1
         return self.polled
 
     async def _discover(self, *_: object, **__: object) -> list[EventSource]:
@@ -528,8 +529,8 @@ def test_it_is_asked_when_a_stream_is_not_connected_and_when_the_engine_answers_
         await until(lambda: not desk.engine._up)
         desk.polled = {0: LoadReport()}
         await until(lambda: desk.asked == asked + 3)
-        for _ in range(20):
-            await asyncio.sleep(0.002)
+        reads = desk.reads
+        await until(lambda: desk.reads > reads + 20)
         assert desk.asked == asked + 3, "connected: nothing to ask"
         desk.events.made[0].connected = False
         await until(lambda: desk.asked > asked + 6)
