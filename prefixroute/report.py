@@ -8,25 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import groupby
 
 from .events import BlocksStored, ContentSpan, Handle
 
 
-def parts_of(report: BlocksStored, held: Callable[[Handle], bool]) -> Iterator[Handle | BlocksStored]:
-    """Yield the held handles of a report, and stores of the others, in order. Amortised O(its blocks).
+def parts_of(report: BlocksStored, held: Callable[[Handle], bool]) -> Iterator[tuple[Handle, ...] | BlocksStored]:
+    """Yield a report in runs, in order: handles that are held, and plain stores of those that are not. O(its blocks).
 
-    `held` is asked of each handle once, when all before it have been taken.
+    `held` is asked of each handle once, before the first run is yielded.
     """
     start = 0
-    for i, handle in enumerate(report.handles):
-        if not held(handle):
-            continue
-        if start < i:
-            yield _part(report, start, i)
-        yield handle
-        start = i + 1
-    if start < len(report.handles):
-        yield _part(report, start, len(report.handles))
+    for known, run in groupby([held(handle) for handle in report.handles]):
+        end = start + len(list(run))
+        yield report.handles[start:end] if known else _part(report, start, end)
+        start = end
 
 
 def _part(report: BlocksStored, start: int, end: int) -> BlocksStored:

@@ -268,10 +268,13 @@ class Residency:
             if isinstance(part, BlocksStored):
                 self.counts.confirmed += len(part.handles)
                 self._store(part)
-            elif group.spans[part].epoch < self._epoch:
-                self.counts.confirmed += 1
-                group.spans[part].epoch = self._epoch
-                self._doubtful -= 1
+                continue
+            for handle in part:
+                span = group.spans[handle]
+                if span.epoch < self._epoch:
+                    span.epoch = self._epoch
+                    self._doubtful -= 1
+                    self.counts.confirmed += 1
 
     def _store_new(self, group: _Group, event: BlocksStored, data: bytes, parent: Span | None, root: int) -> bool:
         """The common case in one pass: every handle is new, and the path is known."""

@@ -230,6 +230,10 @@ def test_what_another_rank_serves_counts_for_that_one(folder: Path) -> None:
 # --- without sockets
 
 
+NOBODY = "http://127.0.0.1:1"
+"""Where no engine listens."""
+
+
 class Clock:
     """A driver that only tells the time."""
 
@@ -287,7 +291,7 @@ class Desk:
         self.polled: dict[int, LoadReport] = {}
         self.told: list[EventSource] | UsageError = sources
         self.loads_told = sources
-        self.asked = 0
+        self.asked = self.reads = 0
         probe = SimpleNamespace(read_all=self._read)
         push = LoadPush(self._discover_load, self.loads)
         kind = KINDS["sglang"]._replace(
@@ -295,7 +299,7 @@ class Desk:
         )
         monkeypatch.setattr(attach, "KINDS", {"sglang": kind})
         self.clock = Clock()
-        config = EngineConfig(url="http://e", kind="sglang", load_probe_s=0.001, prefill_tokens_per_s=700, **changes)
+        config = EngineConfig(url=NOBODY, kind="sglang", load_probe_s=0.001, prefill_tokens_per_s=700, **changes)
         self.node = Node("n", Domain(model="m", tokenizer="t"), rng=random.Random(0), now=100.0)
         self.engine = Attachment(self.node, config, "http://me", 100.0)
         self.taken: dict[str, LoadReport] = {}
@@ -308,6 +312,7 @@ class Desk:
         monkeypatch.setattr(self.node, "set_load", take)
 
     async def _read(self) -> dict[int, LoadReport]:
+        self.reads += 1
         return self.polled
 
     async def _discover(self, *_: object, **__: object) -> list[EventSource]:
@@ -524,14 +529,56 @@ def test_it_is_asked_when_a_stream_is_not_connected_and_when_the_engine_answers_
         await until(lambda: not desk.engine._up)
         desk.polled = {0: LoadReport()}
         await until(lambda: desk.asked == asked + 3)
-        for _ in range(20):
-            await asyncio.sleep(0.002)
+        reads = desk.reads
+        await until(lambda: desk.reads > reads + 20)
         assert desk.asked == asked + 3, "connected: nothing to ask"
         desk.events.made[0].connected = False
         await until(lambda: desk.asked > asked + 6)
         assert len(desk.events.made) == 1, "it told the same: nothing changes"
         desk.told = UsageError("events are off now")
         await until(lambda: not desk.running())
+        assert desk.states() == {"n/0": "silent"}
+
+    desk.run(test)
+
+
+def test_an_engine_that_is_gone_refuses_and_one_that_is_slow_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch, [source(0)])
+
+    async def slow() -> bool:
+        asked.append(True)
+        return False
+
+    asked: list[bool] = []
+
+    async def test() -> None:
+        await until(lambda: len(desk.running()) == 1)
+        assert not desk.taken, "one that is starting is no engine that was lost"
+        desk.polled = {0: LoadReport(running=1)}
+        await until(lambda: "n/0" in desk.taken)
+        with monkeypatch.context() as patch:
+            patch.setattr(desk.engine, "_gone", slow)
+            desk.polled = {}
+            await until(lambda: len(asked) > 1)
+            assert not desk.taken["n/0"].refusing
+        await until(lambda: desk.taken["n/0"].refusing)
+        assert desk.taken["n/0"].reason == attach.GONE
+        desk.polled = {0: LoadReport()}
+        await until(lambda: not desk.taken["n/0"].refusing)
+
+    desk.run(test)
+
+
+def test_what_was_guessed_of_an_engine_without_events_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch, [])
+
+    async def test() -> None:
+        desk.polled = {0: LoadReport(running=1)}
+        await until(lambda: desk.states() == {"n/0": "silent"} and "n/0" in desk.taken)
+        desk.node.report(desk.node.route(list(range(33)), 100.0), Outcome.served(), 100.0)
+        assert desk.node.residency("n/0").canonical_blocks == 2
+        desk.polled = {}
+        await until(lambda: desk.node.residency("n/0").canonical_blocks == 0)
         assert desk.states() == {"n/0": "silent"}
 
     desk.run(test)
@@ -597,7 +644,7 @@ def test_configured_events_need_no_answer_and_name_every_rank(monkeypatch: pytes
         assert (first.endpoint, first.replay_endpoint, first.rank) == ("tcp://*:5557", "tcp://*:5567", 0)
         assert (second.endpoint, second.replay_endpoint, second.rank) == ("tcp://*:5558", "tcp://*:5568", 1)
         assert first.bind is second.bind is True
-        assert (first.topic, first.host) == ("kv", "e")
+        assert (first.topic, first.host) == ("kv", "127.0.0.1")
 
     desk.run(test)
 

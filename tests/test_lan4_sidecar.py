@@ -269,6 +269,28 @@ def test_decisions_are_explained_and_counted(folder: Path) -> None:
     run_pair(test, folder)
 
 
+def test_predicted_and_reported_hits_are_compared_where_they_were_predicted(folder: Path) -> None:
+    async def test(pair: Pair) -> None:
+        await pair.warm()
+        for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+            reply = await pair.ask(pair.one, f"{PREFIX} a", **options)
+            assert reply.status_code == 200
+            assert reply.headers["x-prefixroute-target"] == "node-2/0"
+        for node in (pair.one, pair.two):
+            stats = (await pair.client.get(f"{node.url}/prefixroute/stats")).json()
+            rows = {row["endpoint"]: row["accuracy"] for row in stats["state"]["endpoints"]}
+            assert rows["node-2/0"]["compared"] == (2 if node is pair.one else 3), "the warm-up was predicted at home"
+            assert rows["node-2/0"]["high"] == 0
+            assert rows["node-2/0"]["cached_tokens"] >= rows["node-2/0"]["predicted_tokens"] > 200
+            assert rows["node-1/0"]["compared"] == 0
+        page = (await pair.client.get(f"{pair.one.url}/metrics")).text
+        samples = [line for line in page.splitlines() if line.startswith("prefixroute_endpoint_predictions_total")]
+        assert sum(float(line.split()[-1]) for line in samples if 'endpoint="node-2/0"' in line) == 2
+        assert len(samples) == 8
+
+    run_pair(test, folder)
+
+
 def test_what_is_not_routed_is_the_engines_to_answer(folder: Path) -> None:
     async def test(pair: Pair) -> None:
         models = (await pair.client.get(f"{pair.one.url}/v1/models")).json()

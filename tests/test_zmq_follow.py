@@ -17,6 +17,7 @@ import zmq.asyncio
 from prefixroute_zmq import EventSource
 from publishing import Seen, engine, free_port, payload, run, running, until
 
+from prefixroute import Domain, Residency
 from prefixroute.errors import UsageError
 from prefixroute.events import EngineBatch
 
@@ -126,6 +127,47 @@ def test_a_view_that_proved_wrong_is_read_anew(adapter: Any, source: EventSource
             await seen.until(0, 1, 2, "X", 0, 1, 2, 3)
             assert publisher.requests[-1] == [b"", bytes(8)]
             assert (follower.stats().resyncs, follower.stats().restarts, follower.stats().gaps) == (1, 0, 0)
+
+    run(test)
+
+
+def test_a_stream_that_lost_removals_is_found_out_and_read_anew(adapter: Any, source: EventSource) -> None:
+    """Messages of a cache of four blocks arrive without their removals; the engine's buffer has them whole."""
+    capacity, prompts = 4, 7
+
+    def steps(seq: int, whole: bool) -> bytes:
+        tokens = list(range(100 * seq, 100 * seq + 32))
+        evicted = [["BlockRemoved", [10 * seq - 20, 10 * seq - 19], "GPU"]] if whole and seq >= capacity // 2 else []
+        stored = ["BlockStored", [10 * seq, 10 * seq + 1], None, tokens, 16, None, "GPU"]
+        return msgspec.msgpack.encode([float(seq), [*evicted, stored], 0])
+
+    async def test() -> None:
+        residency = Residency(Domain("m", "t"), capacity_tokens=16 * capacity)
+
+        def take(batch: EngineBatch) -> None:
+            before = residency.counts.inflated
+            residency.apply(batch)
+            if residency.counts.inflated != before:
+                follower.resync()
+
+        follower = adapter.Follower(source, take)
+        async with engine(source.endpoint, source.replay_endpoint) as publisher, running(follower):
+            await publisher.subscribed()
+            await until(lambda: follower.stats().connected and not follower.stats().replaying)
+            for seq in range(prompts):
+                publisher.buffer.append((seq, steps(seq, whole=True)))
+                frames = [b"", struct.pack(">Q", seq), steps(seq, whole=seq != capacity // 2)]
+                await publisher.pub.send_multipart(frames)
+            await until(lambda: follower.stats().resyncs == 1 and not follower.stats().replaying)
+            await until(lambda: follower.stats().last_seq == prompts - 1)
+            truth = Residency(Domain("m", "t"))
+            for seq in range(prompts):
+                truth.apply(adapter.decode_batch(steps(seq, whole=True)))
+            assert set(residency.keys()) == set(truth.keys())
+            assert residency.canonical_blocks == capacity
+            assert residency.confidence == 1.0
+            assert not residency.partial
+            residency._check()
 
     run(test)
 

@@ -65,12 +65,12 @@ class FollowerStats(NamedTuple):
     replay_timeouts: int
     duplicates: int
     overflowed: int
-    resyncs: int
-    connected: bool
     last_seq: int | None
     last_message_at: float
     replaying: bool
     silent: bool
+    resyncs: int = 0
+    connected: bool = True
 
 
 class StreamFollower:

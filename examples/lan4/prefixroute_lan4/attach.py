@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 import msgspec
 from prefixroute_zmq import EventSource, live_address
+from prefixroute_zmq.http import TIMEOUT_S
 from prefixroute_zmq.probe import REFUSAL, REFUSING_FOR_S
 
 from prefixroute import LoadReport, Node
@@ -32,7 +33,8 @@ from prefixroute.aio import Driver
 from prefixroute.events import EngineBatch, StreamRestarted
 
 from .config import EngineConfig
-from .kinds import KINDS, AdminCall, Follower, Headers, LoadPush, Reports, follower_of
+from .kinds import KINDS as KINDS
+from .kinds import AdminCall, EngineKind, Follower, Headers, LoadPush, Reports, follower_of
 from .ranks import Change, Running, Told, ask
 from .repair import Repairs
 from .resets import OwnResets
@@ -42,7 +44,14 @@ log = logging.getLogger("prefixroute.sidecar")
 RESYNC_PAUSE_S = 60.0
 """Between two readings anew of one stream: an engine that never tells some removals would else replay for ever."""
 
+GONE = "the engine does not answer"
+
 _REFUSED, _SERVER_ERROR = 503, 500
+
+
+def follower_of(kind: EngineKind, source: EventSource, on_batch: Callable[[EngineBatch], None]) -> StreamFollower:
+    """What follows a source."""
+    return kind.follower(source, on_batch)
 
 
 class Attachment:
@@ -67,7 +76,8 @@ class Attachment:
         self._reports: Reports | None = None
         """How the engine is asked to report, once it is known to do so."""
         self._change = Change()
-        self._up = False
+        self._up = self._was_up = False
+        self._silent = False
         self._add(0, now)
 
     def connect(self, client: httpx.AsyncClient, driver: Driver) -> None:
@@ -169,6 +179,7 @@ class Attachment:
             if endpoint not in self._followers:
                 self._followers[endpoint] = follower_of(self._kind, source, partial(self._apply, endpoint))
                 self._sources[endpoint] = source
+        self._silent = told.silent
         if told.silent:
             for endpoint in self.endpoints:
                 self._node.go_by_history(endpoint, told.why, now)
@@ -219,11 +230,31 @@ class Attachment:
         while True:
             loads = await self._probe.read_all()
             if loads and not self._up:
+                self._up = self._was_up = True
                 self._change.note()
-            self._up = bool(loads)
+            elif not loads and self._up and await self._gone():
+                self._up = False
+                self._forget_guesses()
+            if not loads and self._was_up and not self._up:
+                loads = dict.fromkeys(self.endpoints.values(), LoadReport(refusing=True, reason=GONE))
             for rank, load in (loads or {}).items():
                 self._take_load(rank, load)
             await asyncio.sleep(self.config.load_probe_s)
+
+    async def _gone(self) -> bool:
+        """True when nobody listens where the engine did: unlike a slow one it cannot be waited for."""
+        try:
+            await self._client.get(f"{self.config.url}/health", timeout=TIMEOUT_S)
+        except httpx.ConnectError:
+            return True
+        except httpx.HTTPError:
+            return False
+        return False
+
+    def _forget_guesses(self) -> None:
+        """What was guessed of an engine without events went with it; one with events will say so itself."""
+        for endpoint, rank in self.endpoints.items() if self._silent else ():
+            self._node.apply(endpoint, EngineBatch((StreamRestarted(),), rank), self._driver.now())
 
     def _take_load(self, rank: int, load: LoadReport) -> None:
         now = self._driver.now()
