@@ -85,13 +85,14 @@ def cost(folder: Path, count: int) -> Iterator[Row]:
     yield Row("publish, 99th percentile", quantiles(taken, n=100)[98], "us/batch")
     idle: queue.Queue[Any] = queue.Queue(maxsize=count)
     yield Row("queue.Queue.put, median", median(timed(idle.put, batches, STEP_S)), "us/batch")
-    by_hand = Tap("vllm")
+    by_hand = Tap("vllm", path=str(folder / "by-hand"))
     for one in batches:
         by_hand.publish(one)
     begin = time.perf_counter()
     while by_hand.stats().queued:
         by_hand.turn()
     yield Row("thread, mean", (time.perf_counter() - begin) / count * 1e6, "us/batch")
+    by_hand.close()
 
 
 def arrival(folder: Path, count: int) -> Iterator[Row]:

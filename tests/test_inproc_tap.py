@@ -9,12 +9,11 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prefixroute_inproc import Tap, TapFollower, add_sink, path_of_rank, remove_sink, sources_of_tap
+from prefixroute_inproc import Tap, TapFollower, path_of_rank, sources_of_tap
 from prefixroute_inproc.ring import MIN_ENTRIES, Ring
 from prefixroute_inproc.server import MAX_READERS, _user_of
 from prefixroute_inproc.wire import Batch, Head, Resume, Splitter, Welcome, decode, encode
@@ -23,7 +22,7 @@ from publishing import Seen, run, running, told, until
 from tapping import BlockStored, Reader, VllmBatch, folder, follower_of, following, removal, tap_at
 from test_benchmarks import figures
 
-from prefixroute.events import BlocksStored, EngineBatch, StreamGap
+from prefixroute.events import BlocksStored, EngineBatch
 
 __all__ = ["folder"]
 
@@ -281,6 +280,22 @@ def test_two_ranks_have_a_socket_and_a_stream_each(folder: Path) -> None:
     run(test)
 
 
+def test_a_reader_that_takes_nothing_is_cut_off_after_a_while(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tap_at(folder / "t", started=False) as tap:
+        stuck, well = Reader(folder / "t"), Reader(folder / "t")
+        turned(tap)
+        for number in range(MIN_ENTRIES):
+            tap.publish(VllmBatch(1.0, [BlockStored([number], None, [1000] * 512, 512)]))
+            tap.turn()
+            well.read()
+        assert tap.stats().readers == 2, "it may be slow"
+        monkeypatch.setattr("prefixroute_inproc.server.STUCK_S", 0.0)
+        turned(tap)
+        assert (tap.stats().readers, tap.stats().refused) == (1, 1)
+        stuck.close()
+        well.close()
+
+
 # --- the socket's file -------------------------------------------------------------------------------------
 
 
@@ -341,106 +356,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-# --- sinks -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sunk() -> Any:
-    seen = Seen()
-    add_sink(seen)
-    yield seen
-    remove_sink(seen)
-
-
-def test_a_sink_gets_every_batch_and_every_gap(sunk: Seen) -> None:
-    with tap_at(None, started=False, queue_batches=2) as tap:
-        for number in range(4):
-            tap.publish(removal(number))
-        turned(tap)
-        tap.publish(removal(4))
-        turned(tap)
-    assert sunk == ["0", "1", "G2", "4"]
-
-
-def test_what_a_sink_gets_was_decoded_with_the_taps_rank(sunk: Seen) -> None:
-    got: list[EngineBatch] = []
-    add_sink(got.append)
-    with tap_at(None, started=False, rank=3) as tap:
-        tap.publish(removal(1))
-        turned(tap)
-    remove_sink(got.append)
-    assert [batch.rank for batch in got] == [3]
-
-
-def test_a_sink_that_comes_late_is_told_what_it_missed() -> None:
-    seen = Seen()
-    with tap_at(None, started=False) as tap:
-        for number in range(3):
-            tap.publish(removal(number))
-        turned(tap)
-        add_sink(seen)
-        tap.publish(removal(3))
-        turned(tap)
-        remove_sink(seen)
-        tap.publish(removal(4))
-        turned(tap)
-    assert seen == ["G3", "3"]
-
-
-def test_what_a_sink_raises_is_counted_and_is_a_gap_to_it(caplog: pytest.LogCaptureFixture) -> None:
-    seen = Seen()
-
-    def moody(batch: EngineBatch) -> None:
-        if batch.ts in (1.0, 2.0) or (isinstance(batch.events[0], StreamGap) and len(seen) == 1 and not caplog.records):
-            raise RuntimeError("not now")
-        seen(batch)
-
-    add_sink(moody)
-    try:
-        with tap_at(None, started=False) as tap:
-            for number in range(4):
-                tap.publish(removal(number))
-            turned(tap)
-            assert (tap.stats().sink_errors, tap.stats().broken) == (2, False)
-    finally:
-        remove_sink(moody)
-    assert seen == ["0", "G1", "G1", "3"]
-    assert len(caplog.records) == 1
-
-
-def test_a_sink_and_a_reader_see_the_same(folder: Path, sunk: Seen) -> None:
-    async def test() -> None:
-        with tap_at(folder / "t") as tap:
-            async with following(folder / "t") as (_, seen):
-                for number in range(50):
-                    tap.publish(removal(number))
-                await seen.until(*range(50))
-        assert sunk == seen
-
-    run(test)
-
-
 # --- the thread --------------------------------------------------------------------------------------------
-
-
-def test_publishing_does_not_wait_for_a_sink_that_does(folder: Path) -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def stuck(batch: EngineBatch) -> None:
-        entered.set()
-        leave.wait(20)
-
-    add_sink(stuck)
-    try:
-        with tap_at(None, queue_batches=10) as tap:
-            tap.publish(removal(0))
-            assert entered.wait(20)
-            for number in range(1, 100):
-                tap.publish(removal(number))
-            assert (tap.stats().queued, tap.stats().dropped) == (10, 89)
-            leave.set()
-    finally:
-        remove_sink(stuck)
 
 
 def test_a_tap_that_breaks_ends_itself_and_the_engine_goes_on(

@@ -109,25 +109,31 @@ def publisher_or_zmq(
         log.warning("prefixroute: no tap, for %s is not set: events are published over ZeroMQ", TAP)
         return make_zmq()
     try:
-        tap = _open(wanted, shape.engine, rank, config, log)
+        publisher = publisher_class(base)(_open(wanted, shape.engine, rank, config, log))
     except Exception as error:  # whatever it is, the engine has to start
         log.warning("prefixroute: no in-process tap: %s. Events are published over ZeroMQ as before", error)
         return make_zmq()
     log.info("prefixroute: tap of rank %d at %s; ZeroMQ: %s", rank, wanted.path or wanted.sink, wanted.zmq)
-    return publisher_class(base)(tap, make_zmq() if wanted.zmq else None)
+    if wanted.zmq:
+        publisher.publish_to(make_zmq())
+    return publisher
 
 
 def publisher_class(base: type) -> type:
     """Return an engine's publisher, a subclass of its abstract one, that hands batches to a tap."""
 
     class TapPublisher(base):  # type: ignore[misc]
-        """Publishes to a tap, and to another publisher if there is one; without, `publish` is the tap's own."""
+        """Publishes to a tap; alone there, `publish` is the tap's own."""
 
-        def __init__(self, tap: Any, beside: Any = None) -> None:
+        def __init__(self, tap: Any) -> None:
             self.tap = tap
+            self.beside: Any = None
+            self.__dict__["publish"] = tap.publish
+
+        def publish_to(self, beside: Any) -> None:
+            """Publish to another publisher too."""
             self.beside = beside
-            if beside is None:
-                self.__dict__["publish"] = tap.publish
+            del self.__dict__["publish"]
 
         def publish(self, events: Any) -> None:
             self.tap.publish(events)

@@ -3,7 +3,8 @@
 Rules:
 1. Nothing here waits but `turn`, and that only as long as it is told to. No reader can hold up another one.
 2. A reader has no queue of its own, only a position in the ring and the bytes that its socket has not taken yet (at
-   most a chunk, or one frame). One that is so slow that the ring overtakes it finds a number missing: a gap.
+   most a chunk, or one frame). One that is so slow that the ring overtakes it finds a number missing: a gap. One that
+   takes nothing at all is cut off after a while, and may come back.
 3. The same user only: the socket's file has mode 0600, and a peer of another user is cut off.
 4. A path that is no socket is never touched. A socket that nobody serves (of an engine that was killed) is replaced.
 """
@@ -16,6 +17,7 @@ import selectors
 import socket
 import stat
 import struct
+import time
 import weakref
 from typing import Final
 
@@ -26,6 +28,9 @@ from .wire import MAX_REQUEST_BYTES, FrameError, Head, Resume, Splitter, Welcome
 MAX_READERS: Final = 32
 CHUNK_BYTES: Final = 256 << 10
 """What is handed to a reader's socket at once."""
+
+STUCK_S: Final = 30.0
+"""How long a reader may take nothing of what there is for it."""
 
 _TURN_BYTES: Final = 4 * CHUNK_BYTES  # then the next reader has its turn
 _BACKLOG: Final = 16
@@ -54,6 +59,8 @@ class _Reader:
         self.told = -1
         """All below this number has been sent, or said to be lost."""
         self.blocked = False
+        self.took_at = time.monotonic()
+        """When its socket took something last, or had nothing to take."""
 
 
 class TapServer:
@@ -69,7 +76,7 @@ class TapServer:
         self._readers: dict[socket.socket, _Reader] = {}
         self.accepted = 0
         self.refused = 0
-        """Readers that were cut off: of another user, too many, or not speaking the tap's wire."""
+        """Readers that were cut off: of another user, too many, stuck, or not speaking the tap's wire."""
         self._listener = _listen(path)
         _servers.add(self)
         self._inode = os.stat(path).st_ino
@@ -159,6 +166,12 @@ class TapServer:
             self._drop(reader)
             return
         blocked = bool(reader.pending) or sent >= _TURN_BYTES
+        if sent or not blocked:
+            reader.took_at = time.monotonic()
+        elif time.monotonic() - reader.took_at > STUCK_S:
+            self.refused += 1
+            self._drop(reader)
+            return
         if blocked != reader.blocked:
             reader.blocked = blocked
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if blocked else 0)

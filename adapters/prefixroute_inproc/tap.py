@@ -194,6 +194,9 @@ class Tap:
         if sinks() or self._deliveries:
             for delivery in self._deliveries_now():
                 delivery.take(seq, batch)
+        if self.path is None:
+            self._ring.lose(seq + 1)
+            return
         try:
             payload = self._encode([batch.ts, batch.events, self.rank])
             if len(payload) > MAX_PAYLOAD_BYTES:

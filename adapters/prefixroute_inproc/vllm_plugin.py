@@ -11,7 +11,7 @@ import logging
 from importlib import import_module
 from typing import Any
 
-from .plugin import Shape, UnfitError, Wanted, check_shape, publisher_or_zmq, tell_unfit
+from .plugin import Shape, Wanted, check_shape, publisher_or_zmq, tell_unfit
 
 SHAPE = Shape("vllm", "0.32.0", "data_parallel_rank")
 """What is needed of vLLM."""
@@ -30,7 +30,7 @@ def register() -> None:
         version = getattr(import_module("vllm"), "__version__", version)
         kv_events: Any = import_module("vllm.distributed.kv_events")
         check_shape(kv_events, SHAPE)
-    except (ImportError, UnfitError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever it is, the engine has to start
         if str(error) not in _told:
             _told.add(str(error))
             tell_unfit(log, SHAPE, version, error)
