@@ -3,8 +3,12 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# The environments of real engines, 6 GB: made once, kept by `clean`. Those that exist already can be named instead.
+ENGINES ?= .engines
+PREFIXROUTE_VLLM_ENV   ?= $(abspath $(ENGINES))/vllm
+PREFIXROUTE_SGLANG_ENV ?= $(abspath $(ENGINES))/sglang
 
-.PHONY: help demo test check bench bench-replication clean
+.PHONY: help demo test test-engines check bench bench-replication clean clean-engines
 
 help:                           ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/'
@@ -28,6 +32,12 @@ test: $(VENV)/.dev              ## the test suite, and the core's line coverage 
 	$(BIN)/python -m pytest --cov --cov-report= $(ARGS)
 	$(BIN)/python tests/core_coverage.py 95
 
+test-engines: $(VENV)/.dev      ## the live suite: real vLLM and SGLang on this CPU, made once in .engines (ARGS=..., ENGINES=DIR)
+	$(if $(filter file,$(origin PREFIXROUTE_VLLM_ENV)),examples/lan4/setup_vllm.sh $(PREFIXROUTE_VLLM_ENV))
+	$(if $(filter file,$(origin PREFIXROUTE_SGLANG_ENV)),examples/lan4/setup_sglang.sh $(PREFIXROUTE_SGLANG_ENV))
+	PREFIXROUTE_VLLM_ENV=$(PREFIXROUTE_VLLM_ENV) PREFIXROUTE_SGLANG_ENV=$(PREFIXROUTE_SGLANG_ENV) \
+		$(BIN)/python -m pytest live_tests $(ARGS)
+
 check: $(VENV)/.dev             ## lint, format, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,5 +51,8 @@ bench-replication: $(VENV)/.dev ## what replication takes: bytes, staleness, mem
 	$(BIN)/python benchmarks/digest.py $(ARGS)
 	$(BIN)/python benchmarks/gossip.py $(ARGS)
 
-clean:                          ## remove what the targets made
+clean:                          ## remove what the targets made, but for the engines
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .coverage build dist demo-out
+
+clean-engines:                  ## remove the engine environments that test-engines made
+	rm -rf $(ENGINES)

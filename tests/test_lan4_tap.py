@@ -14,8 +14,9 @@ import prefixroute_vllm
 import pytest
 from prefixroute_inproc import TapFollower, path_of_rank
 from prefixroute_lan4 import attach
-from prefixroute_lan4.attach import KINDS, Attachment, follower_of
+from prefixroute_lan4.attach import Attachment
 from prefixroute_lan4.config import EngineConfig
+from prefixroute_lan4.kinds import KINDS, follower_of
 from prefixroute_vllm.discovery import discover
 from prefixroute_zmq import EventSource
 from publishing import run, until

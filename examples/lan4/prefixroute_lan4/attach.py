@@ -33,8 +33,7 @@ from prefixroute.aio import Driver
 from prefixroute.events import EngineBatch, StreamRestarted
 
 from .config import EngineConfig
-from .kinds import KINDS as KINDS
-from .kinds import AdminCall, EngineKind, Follower, Headers, LoadPush, Reports, follower_of
+from .kinds import KINDS, AdminCall, Follower, Headers, LoadPush, Reports, follower_of
 from .ranks import Change, Running, Told, ask
 from .repair import Repairs
 from .resets import OwnResets
@@ -47,11 +46,6 @@ RESYNC_PAUSE_S = 60.0
 GONE = "the engine does not answer"
 
 _REFUSED, _SERVER_ERROR = 503, 500
-
-
-def follower_of(kind: EngineKind, source: EventSource, on_batch: Callable[[EngineBatch], None]) -> StreamFollower:
-    """What follows a source."""
-    return kind.follower(source, on_batch)
 
 
 class Attachment:

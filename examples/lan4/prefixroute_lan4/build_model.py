@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Make a model folder that vLLM can serve with made-up weights: a tokenizer and a `config.json`.
+"""Make a model folder that an engine can serve with made-up weights: a tokenizer and a `config.json`.
 
 Rules:
-1. Runs inside the vLLM environment, which has `tokenizers` and `transformers`, and imports nothing of ours.
+1. Runs inside the engine's environment, which has `tokenizers` and `transformers`, and imports nothing of ours.
 2. Nothing is downloaded and no weights are written: the engine fills them with random numbers
    (`--load-format dummy`), which costs the same arithmetic as trained ones.
 3. The tokenizer learns from the standard library: the same Python version, the same folder, byte for byte.
 
     python build_model.py OUT --preset small
     python build_model.py OUT hidden layers heads kv_heads intermediate max_len
+    python build_model.py OUT --preset tiny --lora           a LoRA adapter for that model, with made-up weights
 """
 
 from __future__ import annotations
@@ -41,8 +42,16 @@ class Shape(NamedTuple):
 PRESETS = {
     "tiny": Shape(256, 2, 4, 2, 512, 4096),
     "small": Shape(768, 12, 12, 4, 2048, 4096),
+    "hyb": Shape(256, 6, 4, 2, 512, 4096),
 }
-"""`tiny`, 2.2 M parameters, for protocol tests; `small`, 78.7 M, whose prefill on a CPU can be seen."""
+"""`tiny`, 2.2 M parameters, for protocol tests; `small`, 78.7 M, whose prefill on a CPU can be seen; `hyb`, whose
+layers are of two kinds: two with a sliding window, then one with full attention, and again."""
+
+HYBRIDS = ("hyb",)
+WINDOW = 128
+"""Tokens that a hybrid's window layers see."""
+
+LORA_RANK = 8
 
 
 def config(shape: Shape) -> dict[str, object]:
@@ -67,6 +76,25 @@ def config(shape: Shape) -> dict[str, object]:
         "bos_token_id": 0,
         "eos_token_id": 1,
         "torch_dtype": "bfloat16",
+    }
+
+
+def hybrid_config(shape: Shape) -> dict[str, object]:
+    """Return the `config.json` of `shape` with two window layers to each full one; ValueError as `config`."""
+    kinds = ["full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(shape.layers)]
+    plain = config(shape)
+    del plain["hidden_act"]
+    return {
+        **plain,
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10000.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": WINDOW,
+        "layer_types": kinds,
+        "query_pre_attn_scalar": shape.hidden // shape.heads,
+        "pad_token_id": 1,
     }
 
 
@@ -97,39 +125,79 @@ def build_tokenizer(out: Path) -> None:
     ).save_pretrained(str(out))
 
 
-def build(out: Path, shape: Shape) -> None:
+def build_lora(out: Path, shape: Shape) -> None:
+    """Write an adapter for a model of `shape`: its answers are the model's own, its cache is not."""
+    numpy: Any = import_module("numpy")
+    save: Any = import_module("safetensors.numpy").save_file
+    rng = numpy.random.default_rng(1)
+    out.mkdir(parents=True, exist_ok=True)
+    head = shape.hidden // shape.heads
+    tensors = {}
+    for layer in range(shape.layers):
+        for module, width in (("q_proj", shape.hidden), ("v_proj", shape.kv_heads * head)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            down = rng.normal(0.0, 0.01, (LORA_RANK, shape.hidden))
+            tensors[f"{name}.lora_A.weight"] = down.astype(numpy.float32)
+            tensors[f"{name}.lora_B.weight"] = numpy.zeros((width, LORA_RANK), numpy.float32)
+    save(tensors, str(out / "adapter_model.safetensors"))
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": LORA_RANK,
+        "lora_alpha": LORA_RANK,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+        "base_model_name_or_path": "made-up",
+    }
+    (out / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def build(out: Path, shape: Shape, hybrid: bool = False) -> None:
     """Write the model folder; the config comes last, so that a folder with one is a whole folder."""
     out.mkdir(parents=True, exist_ok=True)
-    settings = json.dumps(config(shape), indent=2)
+    settings = json.dumps(hybrid_config(shape) if hybrid else config(shape), indent=2)
     build_tokenizer(out)
     (out / "config.json").write_text(settings + "\n", encoding="utf-8")
 
 
-def parse(argv: list[str] | None) -> tuple[Path, Shape]:
+class Wanted(NamedTuple):
+    """What the command line asks for."""
+
+    out: Path
+    shape: Shape
+    hybrid: bool = False
+    lora: bool = False
+
+
+def parse(argv: list[str] | None) -> Wanted:
     """Read the command line; exits with status 2 and a message when it makes no sense."""
     parser = argparse.ArgumentParser(
-        description="Make a model folder (tokenizer and config.json) that vLLM serves with made-up weights."
+        description="Make a model folder (tokenizer and config.json) that an engine serves with made-up weights."
     )
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("shape", type=int, nargs="*", metavar="N", help=" ".join(Shape._fields))
     parser.add_argument("--preset", choices=sorted(PRESETS))
+    parser.add_argument("--lora", action="store_true", help="a LoRA adapter for such a model instead")
     args = parser.parse_args(argv)
     if args.preset and not args.shape:
-        return args.out, PRESETS[args.preset]
+        return Wanted(args.out, PRESETS[args.preset], args.preset in HYBRIDS, args.lora)
     if args.preset or len(args.shape) != len(Shape._fields):
         parser.error(f"pass --preset, or the six numbers: {' '.join(Shape._fields)}")
-    return args.out, Shape(*args.shape)
+    return Wanted(args.out, Shape(*args.shape), lora=args.lora)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Build one folder; the exit status is 0, or 1 with a one-line message."""
-    out, shape = parse(argv)
+    wanted = parse(argv)
     try:
-        build(out, shape)
+        if wanted.lora:
+            build_lora(wanted.out, wanted.shape)
+        else:
+            build(wanted.out, wanted.shape, wanted.hybrid)
     except (ImportError, OSError, ValueError) as error:
         print(f"build_model: {error}", file=sys.stderr)
         return 1
-    print(out)
+    print(wanted.out)
     return 0
 
 

@@ -35,7 +35,7 @@ class EngineSpec:
 
     `events_endpoint` is where the engine publishes its cache events and `replay_endpoint` where it answers
     replays, both as ZeroMQ addresses to bind. `index` counts engines from 0 (to pin each to a core);
-    `run_dir` takes logs and sockets.
+    `run_dir` takes logs and sockets. With several data-parallel `ranks` both addresses are tcp, and those of rank 0.
     """
 
     name: str
@@ -47,6 +47,7 @@ class EngineSpec:
     capacity_blocks: int
     index: int
     run_dir: Path
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)

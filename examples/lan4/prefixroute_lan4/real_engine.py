@@ -226,14 +226,19 @@ async def ensure_model(settings: EngineHome) -> Path:
 
     Safe when several launchers come at once: each builds aside, the first to finish puts its folder in place.
     """
-    final = settings.model_dir
-    if (final / "config.json").exists():
+    return await _built(settings, settings.preset, "config.json")
+
+
+async def _built(settings: EngineHome, name: str, last: str, options: tuple[str, ...] = ()) -> Path:
+    """Return a folder beside the model's, whole when it has the file `last`; built when it has not."""
+    final = settings.model_dir.parent / name
+    if (final / last).exists():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f"{settings.preset}-", dir=final.parent))
+    aside = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=final.parent))
     try:
         process = await asyncio.create_subprocess_exec(
-            *(str(settings.python), build_model.__file__, str(aside), "--preset", settings.preset),
+            *(str(settings.python), build_model.__file__, str(aside), "--preset", settings.preset, *options),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
@@ -241,15 +246,20 @@ async def ensure_model(settings: EngineHome) -> Path:
         )
         _, said = await process.communicate()
         if process.returncode:
-            raise ProcessError(f"cannot build the model: {said.decode('utf-8', 'replace').strip()[-500:]}")
-        if not (final / "config.json").exists():
+            raise ProcessError(f"cannot build {name}: {said.decode('utf-8', 'replace').strip()[-500:]}")
+        if not (final / last).exists():
             os.replace(aside, final)
     except OSError as error:
-        if not (final / "config.json").exists():
-            raise ProcessError(f"cannot build the model in {final}: {error}") from error
+        if not (final / last).exists():
+            raise ProcessError(f"cannot build {final}: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return final
+
+
+async def ensure_lora(settings: EngineHome) -> Path:
+    """Return the folder of a LoRA adapter for the made-up model, built on first use; ProcessError as `ensure_model`."""
+    return await _built(settings, f"{settings.preset}-lora", "adapter_config.json", ("--lora",))
 
 
 def tokenizer_of(settings: EngineHome) -> str:

@@ -57,7 +57,7 @@ class SglangLauncher(RealLauncher[SglangSettings]):
     """One SGLang server with its scheduler and detokenizer."""
 
     reset_path = "/flush_cache"
-    prefill_tokens_per_s = {"tiny": 3000.0, "small": 450.0}  # noqa: RUF012 - declared a ClassVar above
+    prefill_tokens_per_s = {"tiny": 3000.0, "small": 450.0, "hyb": 1500.0}  # noqa: RUF012 - declared a ClassVar above
     # Every SGLang leaves its load table, a killed one its semaphores too.
     shared_memory = r"sem\.mp-\w+|sglang_\w+\.shm|psm_\w+"
 

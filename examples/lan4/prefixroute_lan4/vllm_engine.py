@@ -4,14 +4,16 @@ Rules:
 1. vLLM lives in an environment of its own, which `setup_vllm.sh` makes.
 2. Nothing is reachable from outside this machine: HTTP and replay on 127.0.0.1, live events over ipc. vLLM
    binds its event socket only for ipc or for a wildcard (else it *connects*): a tcp wish becomes an ipc address.
+   Ranks cannot share one, so several data-parallel ones keep their tcp addresses, and the sidecar binds.
 3. What the engine cannot do as asked is rounded, and `RunningEngine` says what came out: block sizes are
    multiples of 32 on a CPU, one block more than the usable ones is asked for (vLLM keeps a null block).
-4. Engine i computes on core i, modulo the cores of this process: left alone, all engines take the same core.
+4. Engine i computes on core i, modulo the cores of this process: left alone, all engines take the same core. So
+   does each rank on its own.
 
 | variable | means |
 |---|---|
 | `PREFIXROUTE_VLLM_ENV` | the virtual environment that holds vLLM; required |
-| `PREFIXROUTE_VLLM_PRESET` | the made-up model: `small` (default) or `tiny` |
+| `PREFIXROUTE_VLLM_PRESET` | the made-up model: `small` (default), `tiny`, or the hybrid `hyb` |
 | `PREFIXROUTE_VLLM_ARGS` | more arguments for `vllm serve`, quoted as in a shell |
 
 Checked with vLLM 0.32.0.
@@ -64,12 +66,15 @@ class VllmLauncher(RealLauncher[VllmSettings]):
 
     reset_path = "/reset_prefix_cache"
     # 1024 uncached tokens took 1.2 s with `small`.
-    prefill_tokens_per_s = {"tiny": 10000.0, "small": 850.0}  # noqa: RUF012 - declared a ClassVar above
+    prefill_tokens_per_s = {"tiny": 10000.0, "small": 850.0, "hyb": 5000.0}  # noqa: RUF012 - declared a ClassVar above
     # A killed vLLM leaves two segments.
     shared_memory = r"psm_\w+"
 
     def __init__(self, spec: EngineSpec, settings: VllmSettings | None = None) -> None:
-        super().__init__(with_ipc_events(fitted(spec)), settings or VllmSettings.from_environment())
+        wanted = fitted(spec)
+        if wanted.ranks == 1:
+            wanted = with_ipc_events(wanted)
+        super().__init__(wanted, settings or VllmSettings.from_environment())
 
     def argv(self) -> list[str]:
         """Return the command line."""
@@ -92,7 +97,7 @@ def fitted(spec: EngineSpec) -> EngineSpec:
 
 
 def serve_argv(spec: EngineSpec, settings: VllmSettings, served_name: str) -> list[str]:
-    """Return the command line of one engine; `spec` is fitted and its events go over ipc."""
+    """Return the command line of one engine; `spec` is fitted, and its events go over ipc unless it has ranks."""
     longest = build_model.PRESETS[settings.preset].max_len
     options: dict[str, object] = {
         "--served-model-name": served_name,
@@ -113,6 +118,8 @@ def serve_argv(spec: EngineSpec, settings: VllmSettings, served_name: str) -> li
         "--enable-prompt-tokens-details",
         "--enable-server-load-tracking",
     )
+    if spec.ranks > 1:
+        options["--data-parallel-size"] = spec.ranks
     argv = [str(settings.program), "serve", str(settings.model_dir)]
     for option, value in options.items():
         argv += [option, str(value)]
@@ -123,7 +130,9 @@ def serve_environment(spec: EngineSpec, settings: VllmSettings, scratch: Path) -
     """Return what is added to the environment of one engine; `scratch` takes its temporary files."""
     return {
         **_ENVIRONMENT,
-        "VLLM_CPU_OMP_THREADS_BIND": str(core_of(spec)),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(
+            str(core_of(replace(spec, index=spec.index + rank))) for rank in range(spec.ranks)
+        ),
         "VLLM_CACHE_ROOT": str(settings.env / "prefixroute-cache"),
         "TMPDIR": str(scratch),
         "PATH": searched_path(settings),
