@@ -29,7 +29,7 @@ from prefixroute_lan4.config import EngineConfig as SidecarEngine
 from prefixroute_lan4.sidecar import Sidecar
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from prefixroute import Outcome
+from prefixroute.chain import wire_key
 from prefixroute.emulator import Answer, EmulatedEngine, EngineConfig, KvEventsConfig, ServiceModel
 from prefixroute.emulator.tokenizer import encode
 
@@ -176,15 +176,11 @@ class Pair:
         await self.known(PREFIX)
 
     async def known(self, prompt: str) -> None:
-        """Wait until node 1 would send `prompt` to node 2."""
-        node, now = self.one.sidecar.node, self.one.sidecar.driver.now
-
-        def forwards() -> bool:
-            decision = node.route(encode(prompt), now())
-            node.report(decision, Outcome.cancelled(), now())
-            return decision.target in self.two.sidecar.engine.endpoints
-
-        await until(forwards)
+        """Wait until node 1 knows that node 2 holds `prompt`: no decision is asked for, which would leave traces."""
+        node, theirs = self.one.sidecar.node, self.two.sidecar.engine.endpoints
+        chain = node.chain(encode(prompt))
+        whole = wire_key(chain.key(chain.depth))
+        await until(lambda: any(whole in digest.keys for name, digest in node.digests().items() if name in theirs))
 
 
 def engine_config(kv_events: KvEventsConfig, capacity_blocks: int = 256) -> EngineConfig:
