@@ -113,7 +113,7 @@ def publisher_or_zmq(
     except Exception as error:  # whatever it is, the engine has to start
         log.warning("prefixroute: no in-process tap: %s. Events are published over ZeroMQ as before", error)
         return make_zmq()
-    log.info("prefixroute: tap of rank %d at %s; ZeroMQ: %s", rank, wanted.path or wanted.sink, wanted.zmq)
+    log.info("prefixroute: tap of rank %d at %s; ZeroMQ: %s", rank, publisher.tap.path or wanted.sink, wanted.zmq)
     if wanted.zmq:
         publisher.publish_to(make_zmq())
     return publisher

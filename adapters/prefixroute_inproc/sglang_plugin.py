@@ -12,7 +12,7 @@ import logging
 from importlib import import_module
 from typing import Any
 
-from .plugin import Shape, UnfitError, check_shape, publisher_or_zmq, tell_unfit
+from .plugin import Shape, Wanted, check_shape, publisher_or_zmq, tell_unfit
 
 SHAPE = Shape("sglang", "0.5.23", "attn_dp_rank")
 """What is needed of SGLang."""
@@ -26,26 +26,38 @@ _told: set[str] = set()
 
 
 def register() -> None:
-    """Add the tap to SGLang's publishers, if it fits. Does so once; never raises."""
+    """Add the tap to SGLang's publishers, under `NAME`. Does so once; never raises.
+
+    Where the tap does not fit, that name stands for SGLang's own, and says so when it is used.
+    """
     version: object = "of an unknown version"
     try:
         version = getattr(import_module("sglang.version"), "__version__", version)
         kv_events: Any = import_module("sglang.srt.disaggregation.kv_events")
-        check_shape(kv_events, SHAPE)
-        if not callable(getattr(kv_events.EventPublisherFactory, "register_publisher", None)):
-            raise UnfitError("EventPublisherFactory.register_publisher is not there")
+        registry: dict[str, Any] = kv_events.EventPublisherFactory._registry
+        if NAME in registry:
+            return
+        registry[NAME] = _maker(kv_events, registry["zmq"], version)
     except Exception as error:  # whatever it is, the engine has to start
-        if str(error) not in _told:
+        if Wanted.from_environment().anything and str(error) not in _told:
             _told.add(str(error))
-            tell_unfit(log, SHAPE, version, error)
-        return
-    factory = kv_events.EventPublisherFactory
-    if NAME in factory._registry:
-        return
-    zmq = factory._registry["zmq"]
+            tell_unfit(log, SHAPE, version, f"it has no registry of publishers to add to: {error!r}")
+
+
+def _maker(kv_events: Any, zmq: Any, version: object) -> Any:
+    """Return what SGLang calls to make the publisher."""
+    try:
+        check_shape(kv_events, SHAPE)
+    except Exception as error:
+        why = error  # the name is gone after this block
+
+        def make_zmq(*args: Any, **config: Any) -> Any:
+            tell_unfit(log, SHAPE, version, why)
+            return zmq(*args, **config)
+
+        return make_zmq
 
     def make(attn_dp_rank: int = 0, **config: Any) -> Any:
-        # A tap is asked for by name here, so only now does it matter whether this version was tested.
         if str(version) != SHAPE.tested:
             log.warning("prefixroute: the tap was tested with SGLang %s, this is %s", SHAPE.tested, version)
         return publisher_or_zmq(
@@ -57,4 +69,4 @@ def register() -> None:
             config,
         )
 
-    factory.register_publisher(NAME, make)
+    return make
