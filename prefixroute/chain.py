@@ -79,6 +79,8 @@ def pack_tokens(tokens: Any) -> bytes:
     """
     if isinstance(tokens, (list, tuple)):
         return _pack_sequence(tokens)
+    if type(tokens) is array and tokens.typecode == "I" and sys.byteorder == "little":
+        return tokens.tobytes()
     if isinstance(tokens, (str, bytes, bytearray)):
         raise UsageError(
             f"tokens must be token ids, not {type(tokens).__name__}: tokenise text first, and wrap packed ids as "

@@ -164,8 +164,24 @@ class Residency:
         """Apply a batch as a whole, in order, at `now` in seconds. Amortised O(its blocks)."""
         self.counts.batches += 1
         self.forest.tick(now)
+        removal: BlocksRemoved | None = None
+        handles: list[Handle] = []
         for event in batch.events:
+            if isinstance(event, BlocksRemoved):
+                # vLLM tells of each block apart: neighbours are looked at as one.
+                self.counts.events += 1
+                if removal is not None and not _alike(removal, event):
+                    self._remove(removal, handles)
+                    handles = []
+                removal = event
+                handles += event.handles
+                continue
+            if removal is not None:
+                self._remove(removal, handles)
+                removal, handles = None, []
             self._apply(event)
+        if removal is not None:
+            self._remove(removal, handles)
         self._note_evictions()
         self.forest.collect()
         self._check_inflation()
@@ -183,8 +199,6 @@ class Residency:
         counts.events += 1
         if isinstance(event, BlocksStored):
             self._store(event)
-        elif isinstance(event, BlocksRemoved):
-            self._remove(event)
         elif isinstance(event, BlocksCleared):
             counts.clears += 1
             self._clear(event.tier)
@@ -205,24 +219,27 @@ class Residency:
         if event.tier == GPU and event.block_size > 0:
             # A partial block is smaller, and what another tier keeps as one may be several blocks.
             group.block_size = max(group.block_size, event.block_size)
-        fresh = group.spans.keys().isdisjoint(handles) and len(set(handles)) == len(handles)
-        if not fresh:
-            for span in set(map(group.spans.get, handles)):
-                if span is not None and not span.copies:
-                    group.forget_lost(span.handles)
         if data is None or group.reblocker is None:
+            group.forget_lost(handles)
             self._store_untold(group, handles, event.tier, data is None)
             return
+        span = Span(handles, self._epoch)
+        if group.enter(span):
+            root = self._root(group, event)
+            if root is not None:
+                self._store_new(group, event, span, data, root)
+                return
+            group.leave(span)
+        group.forget_lost(handles)
+        self._store_mixed(group, event, handles, data, self._root(group, event))
+
+    def _root(self, group: Group, event: BlocksStored) -> int | None:
+        """Key of the root above an event's blocks, None while the path is unknown."""
         if event.parent is None:
-            root: int | None = self._domain.root_key(event.namespace)
-        else:
-            group.forget_lost([event.parent])
-            parent = group.spans.get(event.parent)
-            root = parent.root if parent is not None else None
-        if fresh and root is not None:
-            self._store_new(group, event, handles, data, root)
-        else:
-            self._store_mixed(group, event, handles, data, root)
+            return self._domain.root_key(event.namespace)
+        group.forget_lost([event.parent])
+        parent = group.spans.get(event.parent)
+        return parent.root if parent is not None else None
 
     def _store_untold(self, group: Group, handles: list[Handle], tier: str, hash_only: bool) -> None:
         """Count blocks whose tokens were not told, or do not matter."""
@@ -235,10 +252,10 @@ class Residency:
                 group.keep(span)
                 group.adopt(handles[i:j])
 
-    def _store_new(self, group: Group, event: BlocksStored, handles: list[Handle], data: bytes, root: int) -> None:
-        """The common case: every handle is new, and the path is known."""
+    def _store_new(self, group: Group, event: BlocksStored, span: Span, data: bytes, root: int) -> None:
+        """The common case: the path is known, and `span` has entered, so that every handle is new."""
         assert group.reblocker is not None
-        span = Span(handles, self._epoch)
+        handles = span.handles
         span.fill(event.block_size, data, _items(event, 0, len(handles)))
         parent = group.ending(event.parent) if event.parent is not None else None
         if parent is not None:
@@ -248,8 +265,6 @@ class Residency:
         if parent is not None and span.continues(parent):
             parent.extend(span, group.reblocker.ends_block(span))
             group.spans.update(dict.fromkeys(handles, parent))
-        else:
-            group.keep(span)
         group.adopt(handles)
 
     def _store_mixed(
@@ -280,9 +295,9 @@ class Residency:
             if above is not None and span.wants is None:
                 group.reblocker.resolve(span, above)
 
-    def _remove(self, event: BlocksRemoved) -> None:
-        group = self._groups.get(event.group)
-        handles, tier = list(event.handles), event.tier
+    def _remove(self, event: BlocksRemoved, handles: list[Handle]) -> None:
+        """Drop a copy of each of the handles, as `event` says it of its own."""
+        group, tier = self._groups.get(event.group), event.tier
         i = 0
         while i < len(handles):
             span = group.spans.get(handles[i]) if group is not None else None
@@ -428,6 +443,11 @@ class Residency:
                 doubtful += len(span.handles) if span.copies and span.epoch < self._epoch else 0
         assert (live, doubtful) == (self._live, self._doubtful)
         self.forest._check()
+
+
+def _alike(one: BlocksRemoved, other: BlocksRemoved) -> bool:
+    """Whether two removals differ in their handles alone."""
+    return (one.tier, one.group, one.last_copy) == (other.tier, other.group, other.last_copy)
 
 
 def _items(event: BlocksStored, lower: int, upper: int) -> tuple[ContentSpan, ...]:

@@ -16,6 +16,7 @@ tokens again, 4 bytes each, where the engine's block is no multiple of the canon
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from .chain import TOKEN_BYTES
@@ -242,6 +243,21 @@ class Group:
             self.waiting[span.wants][upper.handles[0]] = upper
             upper.wants, span.wants = span.wants, None
 
+    def enter(self, span: Span) -> bool:
+        """Let a new span be found by its handles if all are new and none comes twice; return whether."""
+        known = len(self.spans)
+        found = list(map(self.spans.setdefault, span.handles, repeat(span)))
+        if len(self.spans) - known == len(found):
+            return True
+        self.leave(span, found)
+        return False
+
+    def leave(self, span: Span, found: list[Span] | None = None) -> None:
+        """Take back `enter`; `found` are the spans of its handles."""
+        for handle, other in zip(span.handles, found or repeat(span), strict=False):
+            if other is span:
+                self.spans.pop(handle, None)
+
     def keep(self, span: Span) -> None:
         """Let a new span be found by its handles."""
         self.spans.update(dict.fromkeys(span.handles, span))
@@ -280,8 +296,9 @@ class Group:
 
     def forget_lost(self, handles: list[Handle]) -> None:
         """Forget those handles whose tokens are gone with their last copy; what is below them waits for them again."""
-        for handle in list(handles):
-            span = self.spans.get(handle)
+        spans = self.spans
+        for handle in handles:
+            span = spans.get(handle)
             if span is None or span.copies or self.reblocker is None or not self.reblocker.lost(span):
                 continue
             for kid in list(span.each_kid()):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 
 from .chain import STRIDE, ChainCursor, ChainSpec, TokenChain
 from .changes import Changes
@@ -331,7 +332,7 @@ class RadixTree:
         leaf.used_at = self.now
         start = len(leaf.keys)
         fresh = cursor.extend(blocks)
-        wanted, made = len(fresh), self._distinct(fresh)
+        wanted, made = len(fresh), self._enter(fresh, leaf)
         if made < wanted:
             self.collisions += 1
             blocks, fresh = blocks[:made], fresh[:made]
@@ -343,8 +344,7 @@ class RadixTree:
             leaf.extras.update((start + i, block[size:]) for i, block in enumerate(blocks) if len(block) > size)
             data = b"".join([block[:size] for block in blocks])
         leaf.data += data
-        leaf.keys.extend(fresh)
-        self._where.update(dict.fromkeys(fresh, leaf))
+        leaf.keys += array("Q", fresh)
         leaf.level()
         if leaf is not edge:
             edge.children[blocks[0]] = leaf
@@ -360,16 +360,22 @@ class RadixTree:
             return
         keys += fresh
 
-    def _distinct(self, fresh: list[int]) -> int:
-        """How many leading keys are no other block's."""
-        if self._where.keys().isdisjoint(fresh) and len(set(fresh)) == len(fresh):
+    def _enter(self, fresh: list[int], leaf: Edge) -> int:
+        """Let the keys of new blocks be found, up to the first one that another block has; return how many."""
+        where, known = self._where, len(self._where)
+        found = list(map(where.setdefault, fresh, repeat(leaf)))
+        if len(where) - known == len(fresh):
             return len(fresh)
+        old = set(leaf.keys)
         seen: set[int] = set()
+        made = len(fresh)
         for i, key in enumerate(fresh):
-            if key in self._where or key in seen:
-                return i
+            if key in seen or key in old or found[i] is not leaf:
+                made = min(made, i)
+            elif i > made:
+                del where[key]
             seen.add(key)
-        return len(fresh)
+        return made
 
     def _count(self, edge: Edge, lower: int, upper: int, tier: str, change: int) -> None:
         """Count `change` of the edge's blocks from `lower` to `upper` - 1, and move the matchable run with it."""
