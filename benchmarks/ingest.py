@@ -7,10 +7,11 @@
 prompt goes and a new one comes. vLLM says one BlockStored, and a BlockRemoved for each hash, children first, in one
 batch; SGLang one BlockStored of many pages, and one BlockRemoved with all hashes of the node, parent first. Both as
 maps of the newest versions. Removals and stores are timed apart, in microseconds per canonical block of 16 tokens, with
-decoding; *a block in and out* is their sum. The bars are of the project.
+decoding; *together* is the mean of both, *a block in and out* their sum.
 
-The floor is measured in the same run on the same bytes: msgspec's plain decoding, and for stores also packing the
-tokens and chaining their keys with xxh3. *over the floor* is the ratio; compare that, since machines differ.
+The floor is measured in the same run on the same bytes: msgspec's plain decoding, packing a store's tokens and chaining
+their keys with xxh3, and an entry of a dict as large as the cache, made or deleted, for each handle and each key. *over
+the floor* is the ratio; compare that, since machines differ.
 
 *shapes*: what else must not be slow, for pages of one token: a prompt of 8,192 tokens in one event; the same growing
 by one page an event; one hash an event taken away, from either end; many prompts below one page.
@@ -73,7 +74,13 @@ class Form(NamedTuple):
 FORMS = {
     "vllm": Form(
         decode_vllm,
-        {"medium": "GPU", "lora_name": None, "extra_keys": None, "group_idx": 0, "kv_cache_spec_kind": "full_attention"},
+        {
+            "medium": "GPU",
+            "lora_name": None,
+            "extra_keys": None,
+            "group_idx": 0,
+            "kv_cache_spec_kind": "full_attention",
+        },
         {"medium": "GPU", "group_idx": 0},
         True,
         (0, 2**64),
@@ -91,7 +98,12 @@ def prompt(form: Form, page: int, n: int, rng: random.Random) -> Prompt:
 
 def stored(form: Form, page: int, new: Prompt, parent: int | None) -> Event:
     """The event that tells of a prompt."""
-    event = {"type": "BlockStored", "block_hashes": new.handles, "parent_block_hash": parent, "token_ids": new.tokens}
+    event: Event = {
+        "type": "BlockStored",
+        "block_hashes": new.handles,
+        "parent_block_hash": parent,
+        "token_ids": new.tokens,
+    }
     event |= {"block_size": page, "lora_id": None, **form.stored}
     if "extra_keys" in event:
         event["extra_keys"] = [None] * len(new.handles)
@@ -141,25 +153,44 @@ def best(repeat: int, run: Callable[[], Sequence[Times]]) -> Times:
     return Times(sum(min(t.decode for t in step) for step in steps), sum(min(t.apply for t in step) for step in steps))
 
 
-def floor(payloads: Sequence[bytes], prompts: Sequence[Prompt], repeat: int) -> float:
-    """Seconds of msgspec's plain decoding, and of packing the prompts and chaining their keys; measured as `best`."""
+def in_turn(repeat: int, run: Callable[[], Sequence[Times]]) -> tuple[Times, Times]:
+    """As `best`, for runs of two kinds of payload in turn: the sum of each kind."""
+    runs = [run() for _ in range(repeat)]
+    first, second = (iter([times[kind::2] for times in runs]).__next__ for kind in (0, 1))
+    return best(repeat, first), best(repeat, second)
+
+
+def least(stores: Sequence[bytes], removals: Sequence[bytes], prompts: Sequence[Prompt], cached: int) -> list[Times]:
+    """What removals and stores in turn take at least: decoding, packing, chaining, and entries of a dict."""
     decode, clock = msgspec.msgpack.Decoder().decode, time.perf_counter
     spec = ChainSpec(BLOCK, DOMAIN.mix)
-    width = spec.block_bytes
+    entries: dict[int, None] = {}
+    names: list[list[int]] = []
 
-    def run() -> list[Times]:
-        times = []
-        for i, data in enumerate(payloads):
-            start = clock()
-            decode(data)
-            middle = clock()
-            if prompts:
-                packed = array("I", prompts[i].tokens).tobytes()
-                ChainCursor(spec, 1).extend([packed[at : at + width] for at in range(0, len(packed), width)])
-            times.append(Times(middle - start, clock() - middle))
-        return times
+    def enter(one: Prompt) -> None:
+        packed = array("I", one.tokens).tobytes()
+        blocks = [packed[at : at + spec.block_bytes] for at in range(0, len(packed), spec.block_bytes)]
+        names.append(ChainCursor(spec, 1).extend(blocks))
+        entries.update(dict.fromkeys(names[-1]))
+        entries.update(dict.fromkeys(one.handles))
 
-    return best(repeat, run).both
+    for one in prompts[:cached]:
+        enter(one)
+    times = []
+    for i, (gone, new) in enumerate(zip(removals, stores[cached:], strict=False)):
+        start = clock()
+        decode(gone)
+        middle = clock()
+        for listed in (names[i], prompts[i].handles):
+            for name in listed:
+                del entries[name]
+        times.append(Times(middle - start, clock() - middle))
+        start = clock()
+        decode(new)
+        middle = clock()
+        enter(prompts[cached + i])
+        times.append(Times(middle - start, clock() - middle))
+    return times
 
 
 # --- a full cache ------------------------------------------------------------------------------------------
@@ -189,20 +220,19 @@ def stream(name: str, options: argparse.Namespace) -> Iterator[Row]:
             assert residency.counts.unknown_removals == 0
             return times
 
-        runs = [run() for _ in range(options.repeat)]
-        gone = best(options.repeat, iter([times[::2] for times in runs]).__next__)
-        new = best(options.repeat, iter([times[1::2] for times in runs]).__next__)
+        gone, new = in_turn(options.repeat, run)
+        floors = in_turn(options.repeat, lambda: least(stores, removals, prompts, options.cached))  # noqa: B023
         scale = 1e6 / (options.steps * TOKENS // BLOCK)
-        low = floor(stores[options.cached :], prompts[options.cached :], options.repeat)
-        gone_low = floor(removals[: options.steps], [], options.repeat)
         title = f"{name}, pages of {page}"
-        for what, times, least in (("store", new, low), ("removal", gone, gone_low)):
+        for what, times, low in (("store", new, floors[1]), ("removal", gone, floors[0])):
             yield Row(f"{title}: {what}, decoding", times.decode * scale, "us/block")
             yield Row(f"{title}: {what}, applying", times.apply * scale, "us/block")
-            yield Row(f"{title}: {what}, floor", least * scale, "us/block")
+            yield Row(f"{title}: {what}, floor", low.both * scale, "us/block")
             yield Row(f"{title}: {what}, all", times.both * scale, "us/block", BAR_US)
-            yield Row(f"{title}: {what}, over the floor", times.both / least, "times")
-        yield Row(f"{title}: a block in and out", (new.both + gone.both) * scale, "us/block", BAR_US)
+            yield Row(f"{title}: {what}, over the floor", times.both / low.both, "times")
+        both = (new.both + gone.both) * scale
+        yield Row(f"{title}: together, a block stored or removed", both / 2, "us/block", BAR_US)
+        yield Row(f"{title}: a block in and out", both, "us/block")
 
 
 # --- other shapes ------------------------------------------------------------------------------------------
@@ -213,9 +243,10 @@ def shapes(options: argparse.Namespace) -> Iterator[Row]:
     form, rng = FORMS["sglang"], random.Random(7)
     long = prompt(form, 1, options.long, rng)
     whole = [payload([stored(form, 1, long, None)])]
+    parents: list[int | None] = [None, *long.handles]
     growth = [
         payload([stored(form, 1, Prompt([token], [handle]), parent)])
-        for token, handle, parent in zip(long.tokens, long.handles, [None, *long.handles], strict=False)
+        for token, handle, parent in zip(long.tokens, long.handles, parents, strict=False)
     ]
     singles = [payload([{"type": "BlockRemoved", "block_hashes": [h], **form.removed}]) for h in long.handles]
     kids = [prompt(form, 1, BLOCK, rng) for _ in range(options.long // BLOCK)]

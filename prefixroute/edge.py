@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-
 _CHUNK = 256
 """Counts that are read at once when the end of what is held is looked for."""
 
@@ -60,7 +59,13 @@ class Edge:
                 return counts[0].index(0, start, stop)
             except ValueError:
                 return stop
-        return next((at for at in range(start, stop) if not any(c[at] for c in counts)), stop)
+        if start >= stop or not counts:
+            return min(start, stop)
+        held = np.frombuffer(counts[0], np.uint32)[start:stop] != 0
+        for more in counts[1:]:
+            held |= np.frombuffer(more, np.uint32)[start:stop] != 0
+        first = int(held.argmin())
+        return stop if held[first] else start + first
 
     def count(self, lower: int, upper: int, tier: str, change: int) -> int | None:
         """Add `change`, 1 or -1, to the counts of blocks `lower` to `upper` - 1; return a block that has none to lose.
@@ -86,17 +91,18 @@ class Edge:
 
     def held_end(self) -> int:
         """Return how many blocks there are up to the last one with a count in any tier."""
-        end = 0
-        for counts in self.counts.values():
-            upper = len(counts)
-            while upper > end:
-                lower = max(upper - _CHUNK, end) if not counts[upper - 1] else upper - 1
-                rest = counts[lower:upper].tobytes().rstrip(b"\0")
-                if rest:
-                    end = lower + (len(rest) + 3) // 4
-                    break
-                upper = lower
-        return end
+        upper = len(self.keys)
+        while upper:
+            lower = max(upper - _CHUNK, 0)
+            end = 0
+            for counts in self.counts.values():
+                if counts[upper - 1]:
+                    return upper
+                end = max(end, (len(counts[lower:upper].tobytes().rstrip(b"\0")) + 3) // 4)
+            if end:
+                return lower + end
+            upper = lower
+        return 0
 
     def common(self, at: int, blocks: Sequence[bytes], start: int, size: int) -> int:
         """Return how many of the edge's blocks from `at` on are those of `blocks` from `start` on."""

@@ -221,8 +221,9 @@ def _contents(span: Span, start: int) -> list[ContentSpan]:
     found: list[ContentSpan] = []
     at: Span | None = span
     while at is not None and at.end > start:
-        for item in at.contents:
-            if at.start + item.start >= start:
-                found.append(ContentSpan(item.content_id, at.start + item.start))
+        first = at.start
+        found += [
+            ContentSpan(item.content_id, first + item.start) for item in at.contents if first + item.start >= start
+        ]
         at = at.parent
     return found

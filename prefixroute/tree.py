@@ -317,7 +317,10 @@ class RadixTree:
             assert boundary.parent is not None
             seed = boundary.parent.keys[-1]
         return ChainCursor.resume(
-            self._spec, depth, seed, b"".join(edge.blocks(*ends, self._size) for edge, *ends in reversed(parts))
+            self._spec,
+            depth,
+            seed,
+            b"".join([edge.blocks(lower, upper, self._size) for edge, lower, upper in reversed(parts)]),
         )
 
     def _append(

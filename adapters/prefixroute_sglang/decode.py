@@ -168,12 +168,12 @@ def _joins(last: _Removed, event: _Removed) -> bool:
     return event.medium == last.medium and event.locality == last.locality
 
 
-def _convert(event: _Stored | _Removed | _Cleared) -> EngineEvent:
+def _convert(event: _Stored | _Removed | _Cleared, told: int) -> EngineEvent:
     if type(event) is _Stored:
         handles = tuple(event.block_hashes)
         size = event.block_size or 0
         lora, salt = lora_of(event.lora_name, event.lora_id), event.cache_salt or ""
-        told, contents, mappable = read_extra_keys(
+        keyed, contents, mappable = read_extra_keys(
             event.extra_keys, len(handles), size, event.parent_block_hash is None, event.lora_name or ""
         )
         return BlocksStored(
@@ -182,12 +182,12 @@ def _convert(event: _Stored | _Removed | _Cleared) -> EngineEvent:
             array("I", event.token_ids or ()),
             size,
             tier_of(event.medium, event.locality, _TIERS),
-            namespace=Namespace(lora, salt or told) if lora or salt or told else DEFAULT_NAMESPACE,
+            namespace=Namespace(lora, salt or keyed) if lora or salt or keyed else DEFAULT_NAMESPACE,
             contents=contents,
-            mappable=mappable and not (salt and told and salt != told),
+            mappable=mappable and not (salt and keyed and salt != keyed),
         )
     if type(event) is _Removed:
-        return BlocksRemoved(tuple(event.block_hashes), tier_of(event.medium, event.locality, _TIERS))
+        return BlocksRemoved(tuple(event.block_hashes), tier_of(event.medium, event.locality, _TIERS), told=told)
     return BlocksCleared(None)
 
 

@@ -177,7 +177,7 @@ def _joins(last: _Removed, event: _Removed) -> bool:
     return event.medium == last.medium and event.group_idx == last.group_idx and event.locality == last.locality
 
 
-def _convert(event: _Stored | _Removed | _Cleared) -> EngineEvent:
+def _convert(event: _Stored | _Removed | _Cleared, told: int) -> EngineEvent:
     if type(event) is _Stored:
         handles = tuple(event.block_hashes)
         lora = lora_of(event.lora_name, event.lora_id)
@@ -201,7 +201,7 @@ def _convert(event: _Stored | _Removed | _Cleared) -> EngineEvent:
         if event.remaining_copy_counts is not None:
             raise MalformedError("remaining_copy_counts: read with the fields")
         tier = tier_of(event.medium, event.locality, _TIERS)
-        return BlocksRemoved(tuple(event.block_hashes), tier, event.group_idx or 0)
+        return BlocksRemoved(tuple(event.block_hashes), tier, event.group_idx or 0, told=told)
     return BlocksCleared(GPU)
 
 

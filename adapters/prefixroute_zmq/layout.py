@@ -41,15 +41,16 @@ class _Batch(msgspec.Struct, Generic[E], array_like=True, gc=False):
 class Layout:
     """How the events of one engine look: `events` are the tagged structs, `removal` is that of a removal.
 
-    `convert` makes an event of a struct; it raises `MalformedError` for one that has to be read the tolerant way.
-    `joins` says whether a removal may be one event with the one before it.
+    `convert` makes an event of a struct; it raises `MalformedError` for one that has to be read the tolerant way. Of a
+    removal it is also told how many of the engine's events it is made of. `joins` says whether a removal may be one
+    event with the one before it.
     """
 
     def __init__(
         self,
         events: Any,
         removal: type[Removal],
-        convert: Callable[[Any], EngineEvent],
+        convert: Callable[[Any, int], EngineEvent],
         joins: Callable[[Any, Any], bool],
     ) -> None:
         self._read: Callable[[bytes], _Batch[Any]] = msgspec.msgpack.Decoder(_Batch[events]).decode
@@ -72,19 +73,19 @@ class Layout:
         removal, joins, convert = self._removal, self._joins, self._convert
         found: list[EngineEvent] = []
         last: Any = None
+        told = 1
         for event in events:
-            if type(event) is removal:
-                if last is not None and joins(last, event):
-                    last.block_hashes += event.block_hashes
-                    continue
-                if last is not None:
-                    found.append(convert(last))
-                last = event
-                continue
             if last is not None:
-                found.append(convert(last))
-                last = None
-            found.append(convert(event))
+                if type(event) is removal and joins(last, event):
+                    last.block_hashes += event.block_hashes
+                    told += 1
+                    continue
+                found.append(convert(last, told))
+                last, told = None, 1
+            if type(event) is removal:
+                last = event
+            else:
+                found.append(convert(event, 1))
         if last is not None:
-            found.append(convert(last))
+            found.append(convert(last, told))
         return found
