@@ -43,8 +43,9 @@ from .events import (
     UnknownEvent,
 )
 from .forest import Forest
+from .groups import Group
 from .reblock import Reblocker
-from .spans import Group, Span
+from .spans import Span
 from .tree import Changes, RadixTree
 
 EVICTION_WEIGHT = 0.1
@@ -252,6 +253,8 @@ class Residency:
             if known is None:
                 group.keep(span)
                 group.adopt(handles[i:j])
+            else:
+                group.heal(span)
 
     def _store_new(self, group: Group, event: BlocksStored, span: Span, data: bytes, root: int) -> None:
         """The common case: the path is known, and `span` has entered, so that every handle is new."""
@@ -264,8 +267,7 @@ class Residency:
         self._hold(group, span, event.tier)
         group.reblocker.resolve(span, root)
         if parent is not None and span.continues(parent):
-            parent.extend(span, group.reblocker.ends_block(span))
-            group.spans.update(dict.fromkeys(handles, parent))
+            group.join(parent, span)
         group.adopt(handles)
 
     def _store_mixed(
@@ -290,6 +292,8 @@ class Residency:
             self._hold(group, span, event.tier)
             if known is None:
                 group.adopt(handles[i:j])
+            else:
+                group.heal(span)
         for handle in learnt:
             span = group.spans[handle]
             above = span.parent.root if span.parent is not None else root
@@ -314,11 +318,15 @@ class Residency:
             if tier == GPU:
                 self._gpu_copies -= gone * (upper - lower)
             if held > gone:
-                group.piece(span, lower, upper).copies[tier] -= gone
+                span = group.piece(span, lower, upper)
+                span.copies[tier] -= gone
+                group.heal(span)
             elif lower and upper == len(span.handles) and span.kids is None and len(span.copies) == 1:
                 self._shorten(group, span, lower, tier)
             else:
-                self._release(group, group.piece(span, lower, upper), tier)
+                around = self._release(group, group.piece(span, lower, upper), tier)
+                if around is not None:
+                    group.heal(around)
 
     def _clear(self, tier: str | None) -> None:
         for group in self._groups.values():
@@ -386,20 +394,21 @@ class Residency:
         if not copies and group.reblocker is not None:
             group.reblocker.hold(span, tier)
 
-    def _release(self, group: Group, span: Span, tier: str) -> None:
-        """Drop the last copies in `tier`, and the span with them if no other tier has any."""
+    def _release(self, group: Group, span: Span, tier: str) -> Span | None:
+        """Drop the last copies in `tier`, and the span with them if no other tier has any; return what could heal."""
         last = len(span.copies) == 1
         if last and span.kids is not None and span.tokens is None and span.known and len(span.handles) > 1:
-            # Rule 4 of `spans`: from now on each of them may be lost apart.
+            # Rule 3 of `groups`: from now on each of them may be lost apart.
             for block in group.singles(span):
                 self._release(group, block, tier)
-            return
+            return None
         if group.reblocker is not None:
             group.reblocker.release(span, tier)
         del span.copies[tier]
-        if last:
-            self._forget_live(span, len(span.handles))
-            group.drop(span)
+        if not last:
+            return span
+        self._forget_live(span, len(span.handles))
+        return group.drop(span)
 
     def _shorten(self, group: Group, span: Span, at: int, tier: str) -> None:
         """Forget the blocks from block `at` on: `tier` has their last copies, and nothing is below."""
