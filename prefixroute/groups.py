@@ -170,10 +170,11 @@ class Group:
 
     def drop(self, span: Span) -> Span | None:
         """Forget a span that has no copy, and its unheld ancestors, while nothing is below them; return who stays."""
+        spans = self.spans
         at: Span | None = span
         while at is not None and not at.copies and at.kids is None:
             for handle in at.handles:
-                del self.spans[handle]
+                del spans[handle]
             if at.wants is not None:
                 self._stop_waiting(at)
             at = at.unlink()

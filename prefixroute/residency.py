@@ -414,10 +414,10 @@ class Residency:
         """Forget the blocks from block `at` on: `tier` has their last copies, and nothing is below."""
         if group.reblocker is not None:
             group.reblocker.shorten(span, at, tier)
-        gone = span.handles[at:]
+        spans, gone = group.spans, span.handles[at:]
         del span.handles[at:]
         for handle in gone:
-            del group.spans[handle]
+            del spans[handle]
         self._forget_live(span, len(gone))
 
     def _forget_live(self, span: Span, n: int) -> None:

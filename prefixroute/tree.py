@@ -439,14 +439,14 @@ class RadixTree:
 
     def _prune(self, edge: Edge) -> None:
         """Drop trailing blocks that nothing holds, from `edge` upwards; merge what is left with an only child."""
-        size = self._size
+        size, where = self._size, self._where
         while edge.parent is not None:
             if edge.children:
                 break
             end = edge.held_end()
             gone = edge.keys[end:]
             for key in gone:
-                del self._where[key]
+                del where[key]
             if self._request_ends:
                 self._request_ends.difference_update(gone)
             if end:
