@@ -211,6 +211,8 @@ class Group:
         mine = span.handles
         first = handles[i]
         at = 0 if mine[0] == first else len(mine) - 1 if mine[-1] == first else mine.index(first)
+        if i + 1 == len(handles):
+            return at, at + 1
         n = _shared(mine, at, handles, i)
         if n == 1 and back and at:
             n = _shared_back(mine, at, handles, i)

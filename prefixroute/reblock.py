@@ -117,7 +117,9 @@ class Reblocker:
         """How many canonical blocks that end in the span behind token `since` it vouches for: all, or all but one."""
         first = since // self._size
         n = span.end // self._size - first
-        return n - (n > 0 and not _vouched(span, first * self._size, tier))
+        if n and first * self._size < span.start and not _vouched(span, first * self._size, tier):
+            return n - 1
+        return n
 
     def _add(self, span: Span, depth: int, n: int, tier: str) -> bool:
         """Count the `n` blocks down to `depth`, which end in the span; False if the tree cannot take the span."""

@@ -434,9 +434,12 @@ class Residency:
 
     def _check_inflation(self) -> None:
         """More live copies than the engine has blocks: removals were lost, or a full report was taken for stores."""
+        if not self.capacity_tokens:
+            self._inflated = False
+            return
         # A copy takes one of the engine's blocks, whatever its group; the smallest size never finds too many.
         block = min((group.block_size for group in self._groups.values() if group.block_size), default=0)
-        if not self.capacity_tokens or self._gpu_copies * block <= self.capacity_tokens:
+        if self._gpu_copies * block <= self.capacity_tokens:
             self._inflated = False
         elif not self._inflated:
             self._inflated = True

@@ -307,21 +307,9 @@ class RadixTree:
         back = depth % STRIDE
         if back == 0:
             return ChainCursor.resume(self._spec, depth, key, b"")
-        parts = self._parts(key, depth, back)
-        boundary, at, _ = parts[-1]
-        if depth == back:
-            seed = boundary.root()
-        elif at:
-            seed = boundary.keys[at - 1]
-        else:
-            assert boundary.parent is not None
-            seed = boundary.parent.keys[-1]
-        return ChainCursor.resume(
-            self._spec,
-            depth,
-            seed,
-            b"".join([edge.blocks(lower, upper, self._size) for edge, lower, upper in reversed(parts)]),
-        )
+        parts = reversed(self._parts(key, depth, back))
+        blocks = b"".join([edge.blocks(lower, upper, self._size) for edge, lower, upper in parts])
+        return ChainCursor.resume(self._spec, depth, self.up(key, depth, back), blocks)
 
     def _append(
         self, edge: Edge, blocks: Sequence[bytes], cursor: ChainCursor, keys: list[int], tier: str | None
