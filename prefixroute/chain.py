@@ -79,6 +79,8 @@ def pack_tokens(tokens: Any) -> bytes:
     """
     if isinstance(tokens, (list, tuple)):
         return _pack_sequence(tokens)
+    if type(tokens) is array and tokens.typecode == "I" and sys.byteorder == "little":
+        return tokens.tobytes()
     if isinstance(tokens, (str, bytes, bytearray)):
         raise UsageError(
             f"tokens must be token ids, not {type(tokens).__name__}: tokenise text first, and wrap packed ids as "
@@ -280,3 +282,20 @@ class ChainCursor:
         self.depth += 1
         self.key = self._state.intdigest()
         return self.key
+
+    def extend(self, blocks: Sequence[bytes]) -> list[int]:
+        """Append blocks and return the key at each new depth: `push` for many, without the calls."""
+        keys: list[int] = []
+        at = 0
+        while at < len(blocks):
+            if self.depth % STRIDE == 0:
+                self._state = xxh3_64(seed=self.key ^ self.spec.mix)
+            update, digest = self._state.update, self._state.intdigest
+            part = blocks[at : at + STRIDE - self.depth % STRIDE]
+            for block in part:
+                update(block)
+                keys.append(digest())
+            at += len(part)
+            self.depth += len(part)
+            self.key = keys[-1]
+        return keys

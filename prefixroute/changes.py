@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -24,3 +25,23 @@ class Changes(NamedTuple):
             self.added.remove(key)
         else:
             self.removed.add(key)
+
+    def gain_all(self, keys: Iterable[int]) -> None:
+        """Note that `keys`, each once, entered the set."""
+        if not self.removed:
+            self.added.update(keys)
+            return
+        entered = set(keys)
+        back = entered & self.removed
+        self.removed.difference_update(back)
+        self.added.update(entered - back)
+
+    def lose_all(self, keys: Iterable[int]) -> None:
+        """Note that `keys`, each once, left the set."""
+        if not self.added:
+            self.removed.update(keys)
+            return
+        left = set(keys)
+        back = left & self.added
+        self.added.difference_update(back)
+        self.removed.update(left - back)

@@ -11,6 +11,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
+
+_CHUNK = 256
+"""Counts that are read at once when the end of what is held is looked for."""
+
 
 class Edge:
     """Blocks `depth`+1 .. `depth`+len(keys) and the edges below its end. A root has no parent and no blocks."""
@@ -35,10 +40,78 @@ class Edge:
         block = bytes(self.data[at * size : (at + 1) * size])
         return block + self.extras[at] if self.extras and at in self.extras else block
 
+    def blocks(self, lower: int, upper: int, size: int) -> bytes:
+        """Return what blocks `lower` to `upper` - 1 contribute to the chain."""
+        if self.extras:
+            return b"".join([self.block(at, size) for at in range(lower, upper)])
+        return bytes(self.data[lower * size : upper * size])
+
     def held(self, at: int, tiers: Sequence[str]) -> bool:
         """Whether block `at` has a count in one of `tiers`."""
         counts = self.counts
         return any(tier in counts and counts[tier][at] for tier in tiers)
+
+    def run(self, start: int, stop: int, tiers: Sequence[str]) -> int:
+        """Return where the blocks from `start` on, up to `stop`, that have a count in one of `tiers` end."""
+        counts = [self.counts[tier] for tier in tiers if tier in self.counts]
+        if len(counts) == 1:
+            try:
+                return counts[0].index(0, start, stop)
+            except ValueError:
+                return stop
+        if start >= stop or not counts:
+            return min(start, stop)
+        held = np.frombuffer(counts[0], np.uint32)[start:stop] != 0
+        for more in counts[1:]:
+            held |= np.frombuffer(more, np.uint32)[start:stop] != 0
+        first = int(held.argmin())
+        return stop if held[first] else start + first
+
+    def count(self, lower: int, upper: int, tier: str, change: int) -> int | None:
+        """Add `change`, 1 or -1, to the counts of blocks `lower` to `upper` - 1; return a block that has none to lose.
+
+        Nothing is changed then.
+        """
+        counts = self.counts.get(tier)
+        if counts is None:
+            counts = self.counts[tier] = array("I", bytes(4 * len(self.keys)))
+        if upper - lower == 1:
+            if counts[lower] + change < 0:
+                return lower
+            counts[lower] += change
+            return None
+        view = np.frombuffer(counts, np.uint32)[lower:upper]
+        if change > 0:
+            view += np.uint32(1)
+        elif not view.all():
+            return lower + int(np.argmin(view))
+        else:
+            view -= np.uint32(1)
+        return None
+
+    def held_end(self) -> int:
+        """Return how many blocks there are up to the last one with a count in any tier."""
+        upper = len(self.keys)
+        while upper:
+            lower = max(upper - _CHUNK, 0)
+            end = 0
+            for counts in self.counts.values():
+                if counts[upper - 1]:
+                    return upper
+                end = max(end, (len(counts[lower:upper].tobytes().rstrip(b"\0")) + 3) // 4)
+            if end:
+                return lower + end
+            upper = lower
+        return 0
+
+    def common(self, at: int, blocks: Sequence[bytes], start: int, size: int) -> int:
+        """Return how many of the edge's blocks from `at` on are those of `blocks` from `start` on."""
+        limit = min(len(self.keys) - at, len(blocks) - start)
+        if not self.extras:
+            joined = b"".join(blocks[start : start + limit])
+            if len(joined) == limit * size and self.data[at * size : (at + limit) * size] == joined:
+                return limit
+        return next((i for i in range(limit) if self.block(at + i, size) != blocks[start + i]), limit)
 
     def reachable(self) -> bool:
         """Whether every block above the edge is matchable."""
@@ -62,7 +135,8 @@ class Edge:
         del self.data[end * size :], self.keys[end:]
         for count in self.counts.values():
             del count[end:]
-        self.extras = {i: e for i, e in self.extras.items() if i < end}
+        if self.extras:
+            self.extras = {i: e for i, e in self.extras.items() if i < end}
 
     def split(self, at: int, size: int) -> tuple[Edge, Edge, Edge]:
         """Cut before block `at`, 0 < at < len; return the upper edge, the lower one, and which of them is new."""

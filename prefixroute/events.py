@@ -9,7 +9,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from .errors import UsageError
@@ -84,13 +84,15 @@ class BlocksStored:
 class BlocksRemoved:
     """The engine dropped one physical copy of each of these blocks from one tier of one group.
 
-    `last_copy` is True when the engine says that no copy is left (vLLM #48933 proposes it).
+    `last_copy` is True when the engine says that no copy is left (vLLM #48933 proposes it). `told` is how many events
+    of the engine this one stands for: an adapter may join neighbours that differ in their handles alone.
     """
 
     handles: tuple[Handle, ...]
     tier: str = GPU
     group: int = 0
     last_copy: bool = False
+    told: int = field(default=1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,11 @@ class EngineBatch:
     events: tuple[EngineEvent, ...]
     rank: int = 0
     ts: float = 0.0
+
+    @property
+    def told(self) -> int:
+        """How many events the engine sent: removals that an adapter joined count as they came."""
+        return sum([event.told if isinstance(event, BlocksRemoved) else 1 for event in self.events])
 
 
 # --- what a node tells -------------------------------------------------------------------------------------

@@ -77,10 +77,11 @@ class Forest:
         for tree in self._trees:
             changes = tree.take_changes()
             if len(self._trees) == 1:
-                for key in changes.removed:
-                    self._changes.lose(key)
-                for key in changes.added:
-                    self._changes.gain(key)
+                if self._changes.added or self._changes.removed:
+                    self._changes.lose_all(changes.removed)
+                    self._changes.gain_all(changes.added)
+                else:
+                    self._changes = changes
                 continue
             needed = len(self._trees)
             for key in changes.removed:

@@ -143,7 +143,7 @@ class StreamReplay:
             self._last = payload.seq
             if missing > 0:
                 residency.apply(EngineBatch((StreamGap(missing),), batch.rank))
-        self.events += len(batch.events)
+        self.events += batch.told
         residency.apply(batch)
 
 

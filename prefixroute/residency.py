@@ -6,24 +6,26 @@ Rules (each has a recorded stream or a named issue behind it):
 2. A block whose parent is unknown is parked and attached when the parent comes (llm-d-kv-cache #372).
 3. Handles map to tokens only when len(tokens) == len(handles) * block_size; otherwise the blocks are counted, never
    matched (vLLM #44451). An event without tokens gives a known handle a copy in another tier.
-4. Engine blocks of any size become canonical blocks (`reblock`). One is held while all its tokens are.
+4. Engine blocks of any size become canonical blocks (`reblock`). One is held while all its tokens are. Blocks of one
+   path with equal copies are kept as one run (`spans`), so that small pages cost little more than large blocks.
 5. Blocks are placed by full-attention groups, and a prefix counts only if every such group holds it. Window and state
    groups are counted, and enter the hit unit (AIBrix #2285).
 6. A gap makes the residency partial: what was known before it is doubtful until it is stored again, reported or
    removed. A report adds no copies (vLLM #45261).
 7. Nothing that an engine sends raises: unknown removals and unusable events are counters.
 
-Memory: about 350 bytes per engine block (430 on CPython 3.10), plus the tree's.
+Memory, the tree's and the handles' included: 98 bytes per engine block of one token, 245 of 16 tokens, 410 of 32 (by
+`tracemalloc` on CPython 3.11, prompts of 1,024 tokens, canonical blocks of 16: `benchmarks/ingest.py --only memory`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import inf, lcm
-from typing import NamedTuple
 
 from .chain import TOKEN_BYTES, ChainSpec, pack_tokens
+from .counts import Live as Live
+from .counts import StreamCounts as StreamCounts
 from .domain import Domain
 from .errors import UsageError
 from .events import (
@@ -42,8 +44,10 @@ from .events import (
     UnknownEvent,
 )
 from .forest import Forest
-from .reblock import Reblocker, Span
+from .groups import Group
+from .reblock import Reblocker
 from .report import parts_of
+from .spans import Span
 from .tree import Changes, RadixTree
 
 EVICTION_WEIGHT = 0.1
@@ -51,51 +55,6 @@ EVICTION_WEIGHT = 0.1
 
 DOUBT = 0.5
 """Confidence in a block that was known before a gap: nobody saw it go, but its removal may have been lost."""
-
-
-@dataclass(slots=True)
-class StreamCounts:
-    """What a stream has brought so far, in blocks unless the name says otherwise.
-
-    `orphans` came before their parent; `hash_only` came without usable tokens; `inflated` counts the times that more
-    copies were live than the engine has blocks, which proves lost removals. `confirmed` were doubtful or not known when
-    the engine reported them.
-    """
-
-    batches: int = 0
-    events: int = 0
-    stored: int = 0
-    removed: int = 0
-    clears: int = 0
-    unknown_events: int = 0
-    unknown_removals: int = 0
-    hash_only: int = 0
-    orphans: int = 0
-    gaps: int = 0
-    restarts: int = 0
-    inflated: int = 0
-    confirmed: int = 0
-
-
-class Live(NamedTuple):
-    """Live blocks of one (tier, group): distinct handles, and physical copies."""
-
-    tier: str
-    group: int
-    handles: int
-    copies: int
-
-
-class _Group:
-    """One KV-cache group's engine blocks; `reblocker` only for a full-attention group."""
-
-    __slots__ = ("block_size", "reblocker", "spans", "waiting")
-
-    def __init__(self, reblocker: Reblocker | None) -> None:
-        self.reblocker = reblocker
-        self.block_size = 0
-        self.spans: dict[Handle, Span] = {}
-        self.waiting: dict[Handle, list[Span]] = {}
 
 
 class Residency:
@@ -116,7 +75,7 @@ class Residency:
         self._domain = domain
         self._spec = ChainSpec(domain.block_size, domain.mix)
         self._credited = tuple(credited)
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, Group] = {}
         self.forest = Forest()
         """The trees of the full-attention groups: what is matchable, and its anchors."""
         self._epoch = 0
@@ -161,11 +120,11 @@ class Residency:
         """Return live blocks by (tier, group). O(blocks)."""
         rows: dict[tuple[str, int], list[int]] = {}
         for number, group in self._groups.items():
-            for span in group.spans.values():
+            for span in group.each():
                 for tier, copies in span.copies.items():
                     row = rows.setdefault((tier, number), [0, 0])
-                    row[0] += 1
-                    row[1] += copies
+                    row[0] += len(span.handles)
+                    row[1] += copies * len(span.handles)
         return [Live(tier, number, handles, copies) for (tier, number), (handles, copies) in sorted(rows.items())]
 
     def take_changes(self) -> Changes:
@@ -178,8 +137,24 @@ class Residency:
         """Apply a batch as a whole, in order, at `now` in seconds. Amortised O(its blocks)."""
         self.counts.batches += 1
         self.forest.tick(now)
+        removal: BlocksRemoved | None = None
+        handles: list[Handle] = []
         for event in batch.events:
+            if isinstance(event, BlocksRemoved):
+                # vLLM tells of each block apart: neighbours are looked at as one.
+                self.counts.events += event.told
+                if removal is not None and not _alike(removal, event):
+                    self._remove(removal, handles)
+                    handles = []
+                removal = event
+                handles += event.handles
+                continue
+            if removal is not None:
+                self._remove(removal, handles)
+                removal, handles = None, []
             self._apply(event)
+        if removal is not None:
+            self._remove(removal, handles)
         self._note_evictions()
         self.forest.collect()
         self._check_inflation()
@@ -200,8 +175,6 @@ class Residency:
                 self._confirm(event)
             else:
                 self._store(event)
-        elif isinstance(event, BlocksRemoved):
-            self._remove(event)
         elif isinstance(event, BlocksCleared):
             counts.clears += 1
             self._clear(event.tier)
@@ -216,37 +189,87 @@ class Residency:
 
     def _store(self, event: BlocksStored) -> None:
         group = self._group(event.group, event.group_kind)
-        self.counts.stored += len(event.handles)
+        handles = list(event.handles)
+        self.counts.stored += len(handles)
         data = self._content(event)
         if event.tier == GPU and event.block_size > 0:
             # A partial block is smaller, and what another tier keeps as one may be several blocks.
             group.block_size = max(group.block_size, event.block_size)
         if data is None or group.reblocker is None:
-            for handle in event.handles:
-                span = self._span(group, handle)
-                self.counts.hash_only += data is None and not span.known
-                self._hold(group, span, event.tier)
+            group.forget_lost(handles)
+            self._store_untold(group, handles, event.tier, data is None)
             return
-        fresh = group.spans.keys().isdisjoint(event.handles)
-        if not fresh:
-            for handle in event.handles:
-                self._found(group, handle)
-        parent = self._found(group, event.parent) if event.parent is not None else None
-        root = self._domain.root_key(event.namespace) if event.parent is None else parent.root if parent else None
-        if fresh and root is not None and self._store_new(group, event, data, parent, root):
-            return
-        learnt: list[Span] = []
-        for i, handle in enumerate(event.handles):
-            span = self._span(group, handle)
+        span = Span(handles, self._epoch)
+        if group.enter(span):
+            root = self._root(group, event)
+            if root is not None:
+                self._store_new(group, event, span, data, root)
+                return
+            group.leave(span)
+        group.forget_lost(handles)
+        self._store_mixed(group, event, handles, data, self._root(group, event))
+
+    def _root(self, group: Group, event: BlocksStored) -> int | None:
+        """Key of the root above an event's blocks, None while the path is unknown."""
+        if event.parent is None:
+            return self._domain.root_key(event.namespace)
+        group.forget_lost([event.parent])
+        parent = group.spans.get(event.parent)
+        return parent.root if parent is not None else None
+
+    def _store_untold(self, group: Group, handles: list[Handle], tier: str, hash_only: bool) -> None:
+        """Count blocks whose tokens were not told, or do not matter."""
+        for i, j, known in group.stretches(handles):
+            span = known or Span(handles[i:j], self._epoch)
+            if hash_only and not span.known:
+                self.counts.hash_only += j - i
+            self._hold(group, span, tier)
+            if known is None:
+                group.keep(span)
+                group.adopt(handles[i:j])
+            else:
+                group.heal(span)
+
+    def _store_new(self, group: Group, event: BlocksStored, span: Span, data: bytes, root: int) -> None:
+        """The common case: the path is known, and `span` has entered, so that every handle is new."""
+        assert group.reblocker is not None
+        handles = span.handles
+        span.fill(event.block_size, data, _items(event, 0, len(handles)))
+        parent = group.ending(event.parent) if event.parent is not None else None
+        if parent is not None:
+            span.link(parent)
+        self._hold(group, span, event.tier)
+        group.reblocker.resolve(span, root)
+        if parent is not None and span.continues(parent):
+            group.join(parent, span)
+        group.adopt(handles)
+
+    def _store_mixed(
+        self, group: Group, event: BlocksStored, handles: list[Handle], data: bytes, root: int | None
+    ) -> None:
+        """Some handles are known, or come twice, or the path is not known: stretch by stretch."""
+        assert group.reblocker is not None
+        learnt: list[Handle] = []
+        for i, j, known in group.stretches(handles):
+            span = known or Span(handles[i:j], self._epoch)
             if not span.known:
-                _fill(span, event, data, i)
-                self._place_below(group, span, parent, event.parent if i == 0 else None)
-                learnt.append(span)
+                size = event.block_size * TOKEN_BYTES
+                span.fill(event.block_size, data[i * size : j * size], _items(event, i, j))
+                learnt.append(handles[i])
+                if root is None:
+                    self.counts.orphans += j - i
+                if known is None:
+                    group.keep(span)
+                wanted = handles[i - 1] if i else event.parent
+                if wanted is not None:
+                    group.place_below(span, wanted)
             self._hold(group, span, event.tier)
-            parent = span
-        if root is None:
-            self.counts.orphans += len(learnt)
-        for span in learnt:
+            if known is None:
+                group.adopt(handles[i:j])
+            else:
+                group.heal(span)
+        for handle in learnt:
+            span = group.spans[handle]
             above = span.parent.root if span.parent is not None else root
             if above is not None and span.wants is None:
                 group.reblocker.resolve(span, above)
@@ -261,7 +284,8 @@ class Residency:
             return
 
         def held(handle: Handle) -> bool:
-            span = self._found(group, handle)
+            group.forget_lost([handle])
+            span = group.spans.get(handle)
             return span is not None and event.tier in span.copies
 
         for part in parts_of(event, held):
@@ -269,64 +293,56 @@ class Residency:
                 self.counts.confirmed += len(part.handles)
                 self._store(part)
                 continue
-            for handle in part:
-                span = group.spans[handle]
+            for i, j, span in group.stretches(list(part)):
+                assert span is not None, "a held handle has a span"
                 if span.epoch < self._epoch:
                     span.epoch = self._epoch
-                    self._doubtful -= 1
-                    self.counts.confirmed += 1
+                    self._doubtful -= j - i
+                    self.counts.confirmed += j - i
+                group.heal(span)
 
-    def _store_new(self, group: _Group, event: BlocksStored, data: bytes, parent: Span | None, root: int) -> bool:
-        """The common case in one pass: every handle is new, and the path is known."""
-        assert group.reblocker is not None
-        if event.contents or len(set(event.handles)) < len(event.handles):
-            return False
-        spans = [Span(handle, self._epoch) for handle in event.handles]
-        if not group.reblocker.store_run(spans, parent, root, data, event.tier):
-            return False
-        for span in spans:
-            span.copies[event.tier] = 1
-            group.spans[span.handle] = span
-            if parent is not None:
-                span.link(parent)
-            parent = span
-        self._live += len(spans)
-        if event.tier == GPU:
-            self._gpu_copies += len(spans)
-        if group.waiting:
-            for span in spans:
-                self._adopt(group, span)
-        return True
-
-    def _remove(self, event: BlocksRemoved) -> None:
-        group = self._groups.get(event.group)
-        for handle in event.handles:
-            span = group.spans.get(handle) if group is not None else None
-            if group is None or span is None or event.tier not in span.copies:
+    def _remove(self, event: BlocksRemoved, handles: list[Handle]) -> None:
+        """Drop a copy of each of the handles, as `event` says it of its own."""
+        group, tier = self._groups.get(event.group), event.tier
+        i = 0
+        while i < len(handles):
+            span = group.spans.get(handles[i]) if group is not None else None
+            if group is None or span is None or tier not in span.copies:
                 self.counts.unknown_removals += 1
+                i += 1
                 continue
-            self.counts.removed += 1
-            gone = span.copies[event.tier] if event.last_copy else 1
-            if event.tier == GPU:
-                self._gpu_copies -= gone
-            if span.copies[event.tier] > gone:
-                span.copies[event.tier] -= gone
+            lower, upper = group.stretch(span, handles, i, back=True)
+            i += upper - lower
+            self.counts.removed += upper - lower
+            held = span.copies[tier]
+            gone = held if event.last_copy else 1
+            if tier == GPU:
+                self._gpu_copies -= gone * (upper - lower)
+            if held > gone:
+                span = group.piece(span, lower, upper)
+                span.copies[tier] -= gone
+                group.heal(span)
+            elif lower and upper == len(span.handles) and span.kids is None and len(span.copies) == 1:
+                self._shorten(group, span, lower, tier)
             else:
-                self._release(group, span, event.tier)
+                around = self._release(group, group.piece(span, lower, upper), tier)
+                if around is not None:
+                    group.heal(around)
 
     def _clear(self, tier: str | None) -> None:
         for group in self._groups.values():
-            if tier is None or all(span.copies.keys() <= {tier} for span in group.spans.values()):
+            spans = group.each()
+            if tier is None or all(span.copies.keys() <= {tier} for span in spans):
                 group.spans.clear()
                 group.waiting.clear()
                 if group.reblocker is not None:
                     group.reblocker.tree.clear()
                 continue
-            for span in [span for span in group.spans.values() if tier in span.copies]:
+            for span in [span for span in spans if tier in span.copies]:
                 self._release(group, span, tier)
-        live = [span for group in self._groups.values() for span in group.spans.values() if span.copies]
-        self._live = len(live)
-        self._doubtful = sum(span.epoch < self._epoch for span in live)
+        live = [span for group in self._groups.values() for span in group.each() if span.copies]
+        self._live = sum(len(span.handles) for span in live)
+        self._doubtful = sum(len(span.handles) for span in live if span.epoch < self._epoch)
         if tier in (None, GPU):
             self._gpu_copies = 0
             self.partial = self.partial and self._doubtful > 0
@@ -340,14 +356,14 @@ class Residency:
 
     # --- engine blocks -------------------------------------------------------------------------------------
 
-    def _group(self, number: int, kind: str) -> _Group:
+    def _group(self, number: int, kind: str) -> Group:
         group = self._groups.get(number)
         if group is None:
             reblocker = None
             if kind in FULL_ATTENTION_KINDS:
                 reblocker = Reblocker(self._spec, RadixTree(self._spec, self._credited))
                 self.forest.add(reblocker.tree)
-            group = self._groups[number] = _Group(reblocker)
+            group = self._groups[number] = Group(reblocker)
         return group
 
     def _content(self, event: BlocksStored) -> bytes | None:
@@ -362,86 +378,51 @@ class Residency:
             self.counts.unknown_events += 1
             return None
 
-    def _span(self, group: _Group, handle: Handle) -> Span:
-        span = self._found(group, handle)
-        if span is None:
-            span = group.spans[handle] = Span(handle, self._epoch)
-            self._adopt(group, span)
-        return span
-
-    def _found(self, group: _Group, handle: Handle) -> Span | None:
-        """The handle's span. One that is kept for those below it, and whose tokens are gone, is as good as unknown."""
-        span = group.spans.get(handle)
-        if span is None or span.copies or group.reblocker is None or not group.reblocker.lost(span):
-            return span
-        for kid in list(span.each_kid()):
-            kid.parent, kid.wants = None, handle
-            group.waiting.setdefault(handle, []).append(kid)
-            group.reblocker.unresolve(kid)
-        span.kids = None
-        self._drop(group, span)
-        return None
-
-    def _adopt(self, group: _Group, span: Span) -> None:
-        """Attach the spans that waited for this handle, and all below them if the path is known."""
-        for kid in group.waiting.pop(span.handle, ()):
-            kid.link(span)
-            if span.root is not None and group.reblocker is not None:
-                group.reblocker.resolve(kid, span.root)
-
-    def _place_below(self, group: _Group, span: Span, parent: Span | None, wanted: Handle | None) -> None:
-        """Link to the parent or wait for it; a span that names itself stays unresolved (Dynamo #6569)."""
-        if parent is span:
-            return
-        if parent is not None:
-            span.link(parent)
-        elif wanted is not None and wanted != span.handle:
-            span.wants = wanted
-            group.waiting.setdefault(wanted, []).append(span)
-
-    def _hold(self, group: _Group, span: Span, tier: str) -> None:
-        """Count one more copy in `tier`."""
+    def _hold(self, group: Group, span: Span, tier: str) -> None:
+        """Count one more copy in `tier` of each of the span's blocks."""
+        n = len(span.handles)
+        held = span.copies.get(tier, 0)
         if not span.copies:
-            self._live += 1
-            if span.epoch < self._epoch:
-                self._doubtful += 1
-        if span.epoch < self._epoch:
-            span.epoch = self._epoch
-            self._doubtful -= 1
+            self._live += n
+        elif span.epoch < self._epoch:
+            self._doubtful -= n
+        span.epoch = self._epoch
+        span.copies[tier] = held + 1
         if tier == GPU:
-            self._gpu_copies += 1
-        copies = span.copies.get(tier, 0)
-        span.copies[tier] = copies + 1
-        if not copies and group.reblocker is not None:
+            self._gpu_copies += n
+        if not held and group.reblocker is not None:
             group.reblocker.hold(span, tier)
 
-    def _release(self, group: _Group, span: Span, tier: str) -> None:
-        """Drop the last copy in `tier`, and the span with it if no other tier has one."""
+    def _release(self, group: Group, span: Span, tier: str) -> Span | None:
+        """Drop the last copies in `tier`, and the span with them if no other tier has any; return what could heal."""
+        last = len(span.copies) == 1
+        if last and span.kids is not None and span.tokens is None and span.known and len(span.handles) > 1:
+            # Rule 3 of `groups`: from now on each of them may be lost apart.
+            for block in group.singles(span):
+                self._release(group, block, tier)
+            return None
         if group.reblocker is not None:
             group.reblocker.release(span, tier)
         del span.copies[tier]
-        if span.copies:
-            return
-        self._live -= 1
+        if not last:
+            return span
+        self._forget_live(span, len(span.handles))
+        return group.drop(span)
+
+    def _shorten(self, group: Group, span: Span, at: int, tier: str) -> None:
+        """Forget the blocks from block `at` on: `tier` has their last copies, and nothing is below."""
+        if group.reblocker is not None:
+            group.reblocker.shorten(span, at, tier)
+        spans, gone = group.spans, span.handles[at:]
+        del span.handles[at:]
+        for handle in gone:
+            del spans[handle]
+        self._forget_live(span, len(gone))
+
+    def _forget_live(self, span: Span, n: int) -> None:
+        self._live -= n
         if span.epoch < self._epoch:
-            self._doubtful -= 1
-        self._drop(group, span)
-
-    def _drop(self, group: _Group, span: Span) -> None:
-        """Forget a span that has no copy, and its unheld ancestors, while nothing is below them."""
-        at: Span | None = span
-        while at is not None and not at.copies and at.kids is None:
-            group.spans.pop(at.handle, None)
-            if at.wants is not None:
-                self._stop_waiting(group, at)
-            at = at.unlink()
-
-    def _stop_waiting(self, group: _Group, span: Span) -> None:
-        assert span.wants is not None
-        waiting = group.waiting[span.wants]
-        waiting.remove(span)
-        if not waiting:
-            del group.waiting[span.wants]
+            self._doubtful -= n
 
     # --- doubt ---------------------------------------------------------------------------------------------
 
@@ -452,9 +433,12 @@ class Residency:
 
     def _check_inflation(self) -> None:
         """More live copies than the engine has blocks: removals were lost, or a full report was taken for stores."""
+        if not self.capacity_tokens:
+            self._inflated = False
+            return
         # A copy takes one of the engine's blocks, whatever its group; the smallest size never finds too many.
         block = min((group.block_size for group in self._groups.values() if group.block_size), default=0)
-        if not self.capacity_tokens or self._gpu_copies * block <= self.capacity_tokens:
+        if self._gpu_copies * block <= self.capacity_tokens:
             self._inflated = False
         elif not self._inflated:
             self._inflated = True
@@ -465,32 +449,24 @@ class Residency:
         """Assert every invariant, the trees' included. O(blocks)."""
         live = doubtful = 0
         for group in self._groups.values():
-            for handle, span in group.spans.items():
-                assert span.handle == handle
-                assert span.copies or span.kids is not None, "an unheld span without kids is dropped"
-                assert all(n > 0 for n in span.copies.values())
-                assert all(kid.parent is span for kid in span.each_kid())
-                assert span.parent is None or group.spans.get(span.parent.handle) is span.parent
-                live += bool(span.copies)
-                doubtful += bool(span.copies) and span.epoch < self._epoch
-                if span.root is not None and span.parent is not None:
-                    assert span.parent.root == span.root and span.parent.end == span.start
-                if span.wants is not None:
-                    assert span.wants not in group.spans and span in group.waiting[span.wants]
-            for wanted, waiting in group.waiting.items():
-                assert waiting and all(span.wants == wanted and group.spans[span.handle] is span for span in waiting)
+            group._check()
+            for span in group.each():
+                live += len(span.handles) if span.copies else 0
+                doubtful += len(span.handles) if span.copies and span.epoch < self._epoch else 0
         assert (live, doubtful) == (self._live, self._doubtful)
         self.forest._check()
 
 
-def _fill(span: Span, event: BlocksStored, data: bytes, i: int) -> None:
-    """Give a span the content of the event's block `i`."""
-    size = event.block_size
-    span.tokens = data[i * size * TOKEN_BYTES : (i + 1) * size * TOKEN_BYTES]
-    span.start, span.end = 0, size
-    if event.contents:
-        span.contents = tuple(
-            ContentSpan(item.content_id, item.start - i * size)
-            for item in event.contents
-            if i * size <= item.start < (i + 1) * size
-        )
+def _alike(one: BlocksRemoved, other: BlocksRemoved) -> bool:
+    """Whether two removals differ in their handles alone."""
+    return (one.tier, one.group, one.last_copy) == (other.tier, other.group, other.last_copy)
+
+
+def _items(event: BlocksStored, lower: int, upper: int) -> tuple[ContentSpan, ...]:
+    """The items that start in blocks `lower` to `upper` - 1 of an event, by their place in them."""
+    if not event.contents:
+        return ()
+    first, end = lower * event.block_size, upper * event.block_size
+    return tuple(
+        ContentSpan(item.content_id, item.start - first) for item in event.contents if first <= item.start < end
+    )

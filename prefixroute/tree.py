@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 
 from .chain import STRIDE, ChainCursor, ChainSpec, TokenChain
 from .changes import Changes
@@ -162,7 +163,6 @@ class RadixTree:
         O(blocks), plus at most 31 blocks to resume the chain.
         """
         edge = self._edge(parent)
-        cursor = self._cursor(parent, depth)
         keys: list[int] = []
         at = depth - edge.depth
         i = 0
@@ -170,38 +170,39 @@ class RadixTree:
             if at == len(edge.keys):
                 child = edge.children.get(blocks[i])
                 if child is None:
-                    self._append(edge, blocks[i:], cursor, keys, tier)
+                    cursor = self._cursor(keys[-1] if keys else parent, depth + i)
+                    self._append(edge, blocks[i:] if i else blocks, cursor, keys, tier)
                     return keys
                 edge, at = child, 0
                 edge.used_at = self.now
-            if edge.block(at, self._size) != blocks[i]:
+            n = edge.common(at, blocks, i, self._size)
+            if not n:
                 edge = self._split(edge, at)
                 at = len(edge.keys)
                 continue
-            keys.append(cursor.push(blocks[i]))
+            keys.extend(edge.keys[at : at + n])
             if tier is not None:
-                self._count(edge, at, tier, 1)
-            at += 1
-            i += 1
+                self._count(edge, at, at + n, tier, 1)
+            at += n
+            i += n
         return keys
 
     def add(self, key: int, depth: int, n: int, tier: str) -> None:
         """Count one more in `tier` of each of the `n` blocks that end at (key, depth). O(n)."""
-        path = self._run(key, depth, n)
-        for edge, at in reversed(path):
-            self._count(edge, at, tier, 1)
+        for edge, lower, upper in reversed(self._parts(key, depth, n)):
+            self._count(edge, lower, upper, tier, 1)
 
     def remove(self, key: int, depth: int, n: int, tier: str) -> None:
         """Count one less in `tier` of each of the `n` blocks that end at (key, depth), and prune. O(n) amortised.
 
         Raises `UsageError` when one of them is not held there.
         """
-        path = self._run(key, depth, n)
-        for edge, at in path:
-            self._count(edge, at, tier, -1)
-        if tier in self._credited:
-            self.idle_s.append(self.now - path[0][0].used_at)
-        self._prune(path[0][0])
+        parts = self._parts(key, depth, n)
+        for edge, lower, upper in parts:
+            self._count(edge, lower, upper, tier, -1)
+            if tier in self._credited:
+                self.idle_s += [self.now - edge.used_at] * (upper - lower)
+        self._prune(parts[0][0])
 
     def clear(self, tier: str | None = None) -> None:
         """Drop `tier`'s counts, or everything when it is None. O(blocks)."""
@@ -245,7 +246,9 @@ class RadixTree:
             edge = edge.parent
 
     def up(self, key: int, depth: int, n: int) -> int:
-        """Return the key of the block `n` above (key, depth)."""
+        """Return the key of the block `n` above (key, depth), or the root's. O(edges between)."""
+        if n == depth:
+            return self._edge(key).root()
         edge = self._edge(key)
         at = depth - edge.depth - 1 - n
         while at < 0 and edge.parent is not None:
@@ -283,38 +286,30 @@ class RadixTree:
                 return i
         return limit
 
-    def _run(self, key: int, depth: int, n: int) -> list[tuple[Edge, int]]:
-        """Positions of the `n` blocks that end at (key, depth), deepest first."""
+    def _parts(self, key: int, depth: int, n: int) -> list[tuple[Edge, int, int]]:
+        """The `n` blocks that end at (key, depth), as (edge, first, last + 1), deepest edge first."""
         edge = self._edge(key)
-        at = depth - edge.depth - 1
-        run = []
-        for _ in range(n):
-            if at < 0:
-                if edge.parent is None or edge.parent.parent is None:
-                    raise UsageError("the run reaches above the root")
-                edge = edge.parent
-                at = len(edge.keys) - 1
-            run.append((edge, at))
-            at -= 1
-        return run
+        upper = depth - edge.depth
+        parts = []
+        while n > upper:
+            if edge.parent is None or edge.parent.parent is None:
+                raise UsageError("the run reaches above the root")
+            if upper:
+                parts.append((edge, 0, upper))
+            n -= upper
+            edge = edge.parent
+            upper = len(edge.keys)
+        parts.append((edge, upper - n, upper))
+        return parts
 
     def _cursor(self, key: int, depth: int) -> ChainCursor:
         """The chain's streaming state at (key, depth): at most 31 blocks are read back."""
         back = depth % STRIDE
         if back == 0:
             return ChainCursor.resume(self._spec, depth, key, b"")
-        run = self._run(key, depth, back)
-        boundary, at = run[-1]
-        if depth == back:
-            seed = boundary.root()
-        elif at:
-            seed = boundary.keys[at - 1]
-        else:
-            assert boundary.parent is not None
-            seed = boundary.parent.keys[-1]
-        return ChainCursor.resume(
-            self._spec, depth, seed, b"".join(edge.block(at, self._size) for edge, at in reversed(run))
-        )
+        parts = reversed(self._parts(key, depth, back))
+        blocks = b"".join([edge.blocks(lower, upper, self._size) for edge, lower, upper in parts])
+        return ChainCursor.resume(self._spec, depth, self.up(key, depth, back), blocks)
 
     def _append(
         self, edge: Edge, blocks: Sequence[bytes], cursor: ChainCursor, keys: list[int], tier: str | None
@@ -327,49 +322,67 @@ class RadixTree:
             leaf = edge
         leaf.used_at = self.now
         start = len(leaf.keys)
-        for block in blocks:
-            key = cursor.push(block)
-            if key in self._where:
-                self.collisions += 1
-                break
-            if len(block) > size:
-                leaf.extras[len(leaf.keys)] = block[size:]
-            leaf.data += block[:size]
-            leaf.keys.append(key)
-            self._where[key] = leaf
-            keys.append(key)
-        made = len(leaf.keys) - start
+        fresh = cursor.extend(blocks)
+        wanted, made = len(fresh), self._enter(fresh, leaf)
+        if made < wanted:
+            self.collisions += 1
+            blocks, fresh = blocks[:made], fresh[:made]
         if not made:
             self._prune(edge)
             return
+        data = b"".join(blocks)
+        if len(data) > made * size:
+            leaf.extras.update((start + i, block[size:]) for i, block in enumerate(blocks) if len(block) > size)
+            data = b"".join([block[:size] for block in blocks])
+        leaf.data += data
+        leaf.keys += array("Q", fresh)
         leaf.level()
         if leaf is not edge:
             edge.children[blocks[0]] = leaf
         if tier is not None:
-            # All at once: block by block, each of them would be the end of the run for a moment.
             counts = leaf.counts.get(tier)
             if counts is None:
                 counts = leaf.counts[tier] = array("I", bytes(4 * (start + made)))
             counts[start:] = array("I", [1]) * made
             if leaf.reach == start and tier in self._credited and leaf.reachable():
                 self._advance(leaf)
-        elif made < len(blocks):
-            del keys[-made:]
+        elif made < wanted:
             self._prune(leaf)
+            return
+        keys += fresh
 
-    def _count(self, edge: Edge, at: int, tier: str, change: int) -> None:
-        counts = edge.counts.get(tier)
-        if counts is None:
-            counts = edge.counts[tier] = array("I", bytes(4 * len(edge.keys)))
-        value = counts[at] + change
-        if value < 0:
-            raise UsageError(f"block {edge.keys[at]:#x} is not held in tier {tier!r}")
-        counts[at] = value
+    def _enter(self, fresh: list[int], leaf: Edge) -> int:
+        """Let the keys of new blocks be found, up to the first one that another block has; return how many."""
+        where, known = self._where, len(self._where)
+        found = list(map(where.setdefault, fresh, repeat(leaf)))
+        if len(where) - known == len(fresh):
+            return len(fresh)
+        old = set(leaf.keys)
+        seen: set[int] = set()
+        made = len(fresh)
+        for i, key in enumerate(fresh):
+            if key in seen or key in old or found[i] is not leaf:
+                made = min(made, i)
+            elif i > made:
+                del where[key]
+            seen.add(key)
+        return made
+
+    def _count(self, edge: Edge, lower: int, upper: int, tier: str, change: int) -> None:
+        """Count `change` of the edge's blocks from `lower` to `upper` - 1, and move the matchable run with it."""
+        lacks = edge.count(lower, upper, tier, change)
+        if lacks is not None:
+            raise UsageError(f"block {edge.keys[lacks]:#x} is not held in tier {tier!r}")
+        if tier not in self._credited:
+            return
         if change > 0:
-            if at == edge.reach and value == 1 and tier in self._credited and edge.reachable():
+            if lower <= edge.reach < upper and edge.reachable():
                 self._advance(edge)
-        elif value == 0 and at < edge.reach and not edge.held(at, self._credited):
-            self._settle(edge, at)
+        elif lower < edge.reach:
+            reach = min(upper, edge.reach)
+            end = edge.run(lower, reach, self._credited)
+            if end < reach:
+                self._settle(edge, end)
 
     def _advance(self, edge: Edge) -> None:
         """Extend the matchable run of `edge`, and of its children when it becomes whole."""
@@ -377,9 +390,8 @@ class RadixTree:
         while stack:
             edge = stack.pop()
             start = edge.reach
-            while edge.reach < len(edge.keys) and edge.held(edge.reach, self._credited):
-                self._changes.gain(edge.keys[edge.reach])
-                edge.reach += 1
+            edge.reach = edge.run(start, len(edge.keys), self._credited)
+            self._changes.gain_all(edge.keys[start : edge.reach])
             self._matchable += edge.reach - start
             self._touch(edge, start - 1, edge.reach)
             if edge.reach == len(edge.keys):
@@ -390,8 +402,7 @@ class RadixTree:
         stack = [(edge, reach)]
         while stack:
             edge, reach = stack.pop()
-            for key in edge.keys[reach : edge.reach]:
-                self._changes.lose(key)
+            self._changes.lose_all(edge.keys[reach : edge.reach])
             self._matchable -= edge.reach - reach
             self._touch(edge, reach - 1, edge.reach)
             edge.reach = reach
@@ -416,17 +427,18 @@ class RadixTree:
 
     def _prune(self, edge: Edge) -> None:
         """Drop trailing blocks that nothing holds, from `edge` upwards; merge what is left with an only child."""
-        size = self._size
+        size, where = self._size, self._where
         while edge.parent is not None:
             if edge.children:
                 break
-            end = len(edge.keys)
-            while end and not any(c[end - 1] for c in edge.counts.values()):
-                end -= 1
-                del self._where[edge.keys[end]]
-                self._request_ends.discard(edge.keys[end])
+            end = edge.held_end()
+            gone = edge.keys[end:]
+            for key in gone:
+                del where[key]
+            if self._request_ends:
+                self._request_ends.difference_update(gone)
             if end:
-                if end < len(edge.keys):
+                if gone:
                     edge.trim(end, size)
                 break
             parent = edge.parent

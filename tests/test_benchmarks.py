@@ -51,6 +51,26 @@ def test_route_writes_a_row_for_each_case_and_form() -> None:
     assert all(row["endpoints"] == 3 and row["blocks"] == 40 and row["route_us"] > 0 for row in rows)
 
 
+def test_ingest_times_of_both_engines_and_memory() -> None:
+    sizes = ["--pages", "1,16", "--cached", "2", "--steps", "2", "--long", "32", "--repeat", "1"]
+    values = figures("ingest.py", *sizes)
+    for engine in ("vllm", "sglang"):
+        for page in (1, 16):
+            title = f"{engine}, pages of {page}:"
+            for what in ("store", "removal"):
+                name = f"{title} {what},"
+                whole = the(values, name, ", all")
+                assert abs(the(values, name, "decoding") + the(values, name, "applying") - whole) < 0.001 * whole
+                assert the(values, name, "over the floor") > 0
+            both = the(values, title, "store, all") + the(values, title, "removal, all")
+            assert abs(the(values, title, "a block in and out") - both) < 0.001 * both
+            assert abs(2 * the(values, title, "together") - both) < 0.001 * both
+    assert sum("prompt of 32 pages of one token" in what for what in values) == 12
+    # 32 bytes of an int, 8 in a list, 4 of a token; a canonical block has its tokens, its key and two entries.
+    assert 60 < the(values, "memory, pages of 1: per engine block") < 300
+    assert 150 < the(values, "memory, pages of 16: per engine block") < 900
+
+
 def test_digest_sizes_and_times() -> None:
     values = figures(
         "digest.py", "--only", "snapshot,delta,times", "--keys", "4000", "--changed", "50", "--repeat", "2"

@@ -11,7 +11,7 @@ import pytest
 from prefixroute import ContentSpan, Domain, Namespace, Residency, TokenChain
 from prefixroute.chain import ChainSpec
 from prefixroute.events import BlocksCleared, BlocksRemoved, BlocksStored, EngineBatch, EngineEvent
-from prefixroute.reblock import Span
+from prefixroute.spans import Span
 
 CREDITED = ("gpu", "cpu")
 ALL_TIERS = ("gpu", "cpu", "disk")
@@ -383,4 +383,4 @@ def test_tokens_are_given_to_the_tree_and_kept_only_where_blocks_straddle() -> N
     straddling = mirror(4, stored([1, 2], None, list(range(12)), 6))
     assert [span.tokens for span in aligned._groups[0].spans.values()] == [None, None]
     assert all(span.tokens is not None for span in straddling._groups[0].spans.values())
-    assert not hasattr(Span(1, 0), "__dict__")
+    assert not hasattr(Span([1], 0), "__dict__")

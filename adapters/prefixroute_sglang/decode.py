@@ -28,24 +28,29 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Final
+from typing import Annotated, Any, Final
 
+import msgspec
 from prefixroute_zmq.batch import EventForm, Forms, decode_objects, decode_payload
 from prefixroute_zmq.engine import Engine
 from prefixroute_zmq.fields import (
     MAX_BLOCK_SIZE,
     Fields,
     MalformedError,
+    lora_of,
     read_count,
     read_extra_keys,
     read_lora,
     read_text,
     read_tier,
     read_tokens,
+    tier_of,
 )
+from prefixroute_zmq.layout import Layout
 
 from prefixroute.events import (
     CPU,
+    DEFAULT_NAMESPACE,
     DISK,
     GPU,
     BlocksCleared,
@@ -81,7 +86,7 @@ def decode_batch(payload: bytes) -> EngineBatch:
     Raises `DecodeError` when the batch as a whole cannot be read, see `prefixroute_zmq.batch.decode_payload`.
     O(bytes).
     """
-    return decode_payload(payload, _EVENTS)
+    return decode_payload(payload, _EVENTS, _LAYOUT)
 
 
 def batch_of(batch: object, rank: int = 0) -> EngineBatch:
@@ -132,6 +137,61 @@ _EVENTS: Final[Forms] = {
     "BlockRemoved": EventForm(_REMOVED_FIELDS, _decode_removed),
     "AllBlocksCleared": EventForm((), _decode_all_cleared),
 }
+
+# --- maps of today -----------------------------------------------------------------------------------------
+
+
+class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
+    block_hashes: list[int]
+    parent_block_hash: int | None = None
+    token_ids: list[int] | None = None
+    block_size: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_SIZE)] | None = None
+    lora_id: int | None = None
+    medium: str | None = None
+    cache_salt: str | None = None
+    lora_name: str | None = None
+    extra_keys: Any = None
+    locality: Any = None
+
+
+class _Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
+    block_hashes: list[int]
+    medium: str | None = None
+    locality: Any = None
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+def _joins(last: _Removed, event: _Removed) -> bool:
+    return event.medium == last.medium and event.locality == last.locality
+
+
+def _convert(event: _Stored | _Removed | _Cleared, told: int) -> EngineEvent:
+    if type(event) is _Stored:
+        handles = tuple(event.block_hashes)
+        size = event.block_size or 0
+        lora, salt = lora_of(event.lora_name, event.lora_id), event.cache_salt or ""
+        keyed, contents, mappable = read_extra_keys(
+            event.extra_keys, len(handles), size, event.parent_block_hash is None, event.lora_name or ""
+        )
+        return BlocksStored(
+            handles,
+            event.parent_block_hash,
+            array("I", event.token_ids or ()),
+            size,
+            tier_of(event.medium, event.locality, _TIERS),
+            namespace=Namespace(lora, salt or keyed) if lora or salt or keyed else DEFAULT_NAMESPACE,
+            contents=contents,
+            mappable=mappable and not (salt and keyed and salt != keyed),
+        )
+    if type(event) is _Removed:
+        return BlocksRemoved(tuple(event.block_hashes), tier_of(event.medium, event.locality, _TIERS), told=told)
+    return BlocksCleared(None)
+
+
+_LAYOUT: Final = Layout(_Stored | _Removed | _Cleared, _Removed, _convert, _joins)
 
 ENGINE: Final = Engine("sglang", decode_batch, binding_hosts=("*", "::", "0.0.0.0"))
 """Found by its name through the entry-point group. 0.0.0.0 binds from 0.5.17 on."""

@@ -11,10 +11,12 @@ caller has to keep them out of routing.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Final
+from typing import Annotated, Any, Final, TypeAlias
 
+import msgspec
 from prefixroute_zmq.batch import EventForm, Forms, decode_objects, decode_payload
 from prefixroute_zmq.engine import MAX_PAYLOAD_BYTES, Engine
 from prefixroute_zmq.fields import (
@@ -22,16 +24,20 @@ from prefixroute_zmq.fields import (
     MAX_BLOCK_SIZE,
     Fields,
     MalformedError,
+    lora_of,
     read_count,
     read_extra_keys,
     read_lora,
     read_text,
     read_tier,
     read_tokens,
+    tier_of,
 )
+from prefixroute_zmq.layout import Layout
 
 from prefixroute.events import (
     CPU,
+    DEFAULT_NAMESPACE,
     DISK,
     GPU,
     BlocksCleared,
@@ -86,7 +92,7 @@ def decode_batch(payload: bytes) -> EngineBatch:
     Raises `DecodeError` when the batch as a whole cannot be read, see `prefixroute_zmq.batch.decode_payload`.
     O(bytes).
     """
-    return decode_payload(payload, _EVENTS)
+    return decode_payload(payload, _EVENTS, _LAYOUT)
 
 
 def batch_of(batch: object, rank: int = 0) -> EngineBatch:
@@ -116,7 +122,7 @@ def _decode_stored(fields: Fields) -> Sequence[EngineEvent]:
         Namespace(read_lora(fields), salt),
         contents,
         mappable,
-        parent is None and isinstance(session, str) and session.startswith(REPORT_SESSION),
+        parent is None and _reports(session),
     )
     return (stored,)
 
@@ -146,8 +152,80 @@ _EVENTS: Final[Forms] = {
     "TierBlocksCleared": EventForm(("medium",), _decode_tier_cleared),  # proposed by vllm#57296
 }
 
+# --- maps of today -----------------------------------------------------------------------------------------
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
+    block_hashes: list[_Count]
+    parent_block_hash: _Count | None = None
+    token_ids: list[_Count] | None = None
+    block_size: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_SIZE)] | None = None
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: Any = None
+    group_idx: _Count | None = None
+    kv_cache_spec_kind: str | None = None
+    locality: Any = None
+    session_id: Any = None
+
+
+class _Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
+    block_hashes: list[_Count]
+    medium: str | None = None
+    group_idx: _Count | None = None
+    locality: Any = None
+    remaining_copy_counts: Any = None
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+def _joins(last: _Removed, event: _Removed) -> bool:
+    return event.medium == last.medium and event.group_idx == last.group_idx and event.locality == last.locality
+
+
+def _convert(event: _Stored | _Removed | _Cleared, told: int) -> EngineEvent:
+    if type(event) is _Stored:
+        handles = tuple(event.block_hashes)
+        lora = lora_of(event.lora_name, event.lora_id)
+        size = event.block_size or 0
+        salt, contents, mappable = read_extra_keys(
+            event.extra_keys, len(handles), size, event.parent_block_hash is None, event.lora_name or ""
+        )
+        return BlocksStored(
+            handles,
+            event.parent_block_hash,
+            array("I", event.token_ids or ()),
+            size,
+            tier_of(event.medium, event.locality, _TIERS),
+            event.group_idx or 0,
+            event.kv_cache_spec_kind or "",
+            Namespace(lora, salt) if lora or salt else DEFAULT_NAMESPACE,
+            contents,
+            mappable,
+            event.parent_block_hash is None and _reports(event.session_id),
+        )
+    if type(event) is _Removed:
+        if event.remaining_copy_counts is not None:
+            raise MalformedError("remaining_copy_counts: read with the fields")
+        tier = tier_of(event.medium, event.locality, _TIERS)
+        return BlocksRemoved(tuple(event.block_hashes), tier, event.group_idx or 0, told=told)
+    return BlocksCleared(GPU)
+
+
+_LAYOUT: Final = Layout(_Stored | _Removed | _Cleared, _Removed, _convert, _joins)
+
 ENGINE: Final = Engine("vllm", decode_batch)
 """Found by its name through the entry-point group."""
+
+
+def _reports(session: object) -> bool:
+    """Whether a store is of a request that asked for a report."""
+    return isinstance(session, str) and session.startswith(REPORT_SESSION)
 
 
 def _handles(fields: Fields) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ Rules:
    event becomes an `UnknownEvent` with a reason, and its siblings survive.
 2. Events are decoded by tag, from arrays and from maps. Unknown fields are ignored and missing ones are None.
    Arrays may have any length.
-3. An object is read as what the engine's encoder would write of it, so both ways share everything after that.
+3. Maps of an engine's newest layout are read by it (`layout`), all others and arrays field by field.
+4. An object is read as what the engine's encoder would write of it, so both ways share everything after that.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from prefixroute.events import EngineBatch, EngineEvent, UnknownEvent
 
 from .engine import MAX_PAYLOAD_BYTES
 from .fields import Fields, MalformedError
+from .layout import Layout
 
 TAG_CHARS: Final = 64
 """Tags and media name counters, so a hostile one must stay short."""
@@ -43,8 +45,8 @@ _plain: Final = msgspec.msgpack.Decoder().decode
 _raw_items: Final = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 
-def decode_payload(payload: bytes, forms: Forms) -> EngineBatch:
-    """Decode the payload frame of one live or replayed message.
+def decode_payload(payload: bytes, forms: Forms, layout: Layout | None = None) -> EngineBatch:
+    """Decode the payload frame of one live or replayed message, by `layout` if it is of it.
 
     Raises `DecodeError` when the batch as a whole cannot be read; its `kind` is one of ``too_large``,
     ``malformed``, ``depth``, ``shape``, ``timestamp`` and ``rank``. O(bytes); nothing is allocated because a
@@ -52,6 +54,9 @@ def decode_payload(payload: bytes, forms: Forms) -> EngineBatch:
     """
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise DecodeError("too_large", f"payload of {len(payload)} bytes, at most {MAX_PAYLOAD_BYTES} are read")
+    typed = layout.decode(payload) if layout is not None else None
+    if typed is not None:
+        return typed
     try:
         batch = _plain(payload)
     except _BAD_BYTES:

@@ -63,20 +63,29 @@ def read_text(fields: Fields, name: str) -> str:
 
 def read_lora(fields: Fields) -> str:
     """Return what tells the LoRA adapter: its name, or else its number."""
-    lora, number = read_text(fields, "lora_name"), fields.get("lora_id")
-    if lora or number is None:
-        return lora
-    if type(number) is not int:
+    number = fields.get("lora_id")
+    lora = read_text(fields, "lora_name")
+    if not lora and number is not None and type(number) is not int:
         raise MalformedError("lora_id: not an int")
-    return f"id:{number}"
+    return lora_of(lora, number)
+
+
+def lora_of(name: str | None, number: object) -> str:
+    """Return the adapter's name, or else what its number makes of it; "" for none."""
+    return name or ("" if number is None else f"id:{number}")
 
 
 def read_tier(fields: Fields, tiers: Mapping[str, str]) -> str:
     """Return the tier that ``medium`` names, by the engine's table of lower-case media; an unknown one names itself."""
-    medium = read_text(fields, "medium")[:_MEDIUM_CHARS].lower() or GPU
+    return tier_of(read_text(fields, "medium"), fields.get("locality"), tiers)
+
+
+def tier_of(medium: str | None, locality: object, tiers: Mapping[str, str]) -> str:
+    """Return the tier of a medium, by the engine's table of lower-case media; an unknown one names itself."""
+    medium = medium[:_MEDIUM_CHARS].lower() if medium else GPU
     tier = tiers.get(medium, medium)
     # Every node can load a remote block, so it is kept apart from the tiers that make a node worth a forward.
-    return f"remote-{tier}" if fields.get("locality") == "REMOTE" else tier
+    return f"remote-{tier}" if locality == "REMOTE" else tier
 
 
 def read_extra_keys(
