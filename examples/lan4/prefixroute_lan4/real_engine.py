@@ -17,7 +17,7 @@ import shlex
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
@@ -114,6 +114,7 @@ class RealLauncher(ABC, Generic[_Home]):
         self._spec = spec
         self._process: ChildProcess | None = None
         self._scratch: Path | None = None
+        self._segments: set[Path] = set()
 
     @abstractmethod
     def argv(self) -> list[str]:
@@ -156,6 +157,8 @@ class RealLauncher(ABC, Generic[_Home]):
         async with httpx.AsyncClient(trust_env=False) as client:
 
             async def healthy() -> bool:
+                # one that dies while it starts can no longer be asked what it leaves behind
+                self._note_shared_memory()
                 if await answers_health(client, url):
                     return True
                 await asyncio.sleep(_HEALTH_PAUSE_S)
@@ -167,18 +170,18 @@ class RealLauncher(ABC, Generic[_Home]):
     async def stop(self) -> None:
         """SIGINT to the server, then SIGKILL to the group for whatever is left after 20 s."""
         if self._process is not None:
-            segments = shared_memory_of(self._process.pid, self.shared_memory)
+            self._note_shared_memory()
             try:
                 await self._process.stop(_STOP_GRACE_S)
             finally:
-                self._clean_up(segments)
+                self._clean_up()
 
     def kill(self) -> None:
         """SIGKILL to the server and all its processes."""
         if self._process is not None:
-            segments = shared_memory_of(self._process.pid, self.shared_memory)
+            self._note_shared_memory()
             self._process.kill()
-            self._clean_up(segments)
+            self._clean_up()
 
     async def _warm_up(self, client: httpx.AsyncClient, url: str) -> None:
         try:
@@ -188,9 +191,14 @@ class RealLauncher(ABC, Generic[_Home]):
         except httpx.HTTPError as error:
             raise ProcessError(f"engine of {self._spec.name} is up but does not answer: {error!r}") from error
 
-    def _clean_up(self, segments: Iterable[Path]) -> None:
-        for segment in segments:
+    def _note_shared_memory(self) -> None:
+        assert self._process is not None
+        self._segments |= shared_memory_of(self._process.pid, self.shared_memory)
+
+    def _clean_up(self) -> None:
+        for segment in self._segments:
             segment.unlink(missing_ok=True)
+        self._segments.clear()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
