@@ -234,7 +234,8 @@ def test_a_client_that_leaves_frees_the_engine(folder: Path) -> None:
             body = {"model": MODEL, "prompt": PREFIX, "max_tokens": 2000, "stream": stream}
             before = pair.one.engine.counters["cancelled"]
             async with httpx.AsyncClient(trust_env=False) as client:
-                task = asyncio.create_task(client.post(f"{pair.one.url}/v1/completions", json=body, timeout=60))
+                url, stays = f"{pair.one.url}/v1/completions", {"x-prefixroute-hop": "1"}
+                task = asyncio.create_task(client.post(url, json=body, headers=stays, timeout=60))
                 await until(lambda: pair.one.engine.load().running == 1)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
