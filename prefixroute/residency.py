@@ -15,6 +15,7 @@ Rules (each has a recorded stream or a named issue behind it):
 
 Memory, the tree's and the handles' included: 98 bytes per engine block of one token, 245 of 16 tokens, 410 of 32 (by
 `tracemalloc` on CPython 3.11, prompts of 1,024 tokens, canonical blocks of 16: `benchmarks/ingest.py --only memory`).
+Blocks of 16 that make no run, because they came children first or all are forks' ends, take some 460.
 """
 
 from __future__ import annotations
@@ -319,7 +320,7 @@ class Residency:
                 self._gpu_copies -= gone * (upper - lower)
             if held > gone:
                 span = group.piece(span, lower, upper)
-                span.copies[tier] -= gone
+                span.lose(tier, gone)
                 group.heal(span)
             elif lower and upper == len(span.handles) and span.kids is None and len(span.copies) == 1:
                 self._shorten(group, span, lower, tier)
@@ -389,9 +390,7 @@ class Residency:
             self._doubtful -= n
         if tier == GPU:
             self._gpu_copies += n
-        copies = span.copies.get(tier, 0)
-        span.copies[tier] = copies + 1
-        if not copies and group.reblocker is not None:
+        if span.gain(tier) and group.reblocker is not None:
             group.reblocker.hold(span, tier)
 
     def _release(self, group: Group, span: Span, tier: str) -> Span | None:
@@ -404,7 +403,7 @@ class Residency:
             return None
         if group.reblocker is not None:
             group.reblocker.release(span, tier)
-        del span.copies[tier]
+        span.lose(tier, span.copies[tier])
         if not last:
             return span
         self._forget_live(span, len(span.handles))
