@@ -68,7 +68,7 @@ class Group:
         """Cut before block `at`, 0 < at < blocks. The new span is the smaller one: O(min of both), and its kids."""
         key = self.reblocker.key_at(span, at) if self.reblocker is not None else None
         new = Span([], span.epoch)
-        new.copies, new.root, new.unit = dict(span.copies), span.root, span.unit
+        new.copies, new.root, new.unit = span.copies, span.root, span.unit
         if 2 * at <= len(span.handles):
             upper, lower = new, span
             upper.handles = span.handles[:at]

@@ -16,6 +16,7 @@ Rules (each has a recorded stream or a named issue behind it):
 
 Memory, the tree's and the handles' included: 98 bytes per engine block of one token, 245 of 16 tokens, 410 of 32 (by
 `tracemalloc` on CPython 3.11, prompts of 1,024 tokens, canonical blocks of 16: `benchmarks/ingest.py --only memory`).
+Blocks of 16 that make no run, because they came children first or all are forks' ends, take some 460.
 """
 
 from __future__ import annotations
@@ -320,7 +321,7 @@ class Residency:
                 self._gpu_copies -= gone * (upper - lower)
             if held > gone:
                 span = group.piece(span, lower, upper)
-                span.copies[tier] -= gone
+                span.lose(tier, gone)
                 group.heal(span)
             elif lower and upper == len(span.handles) and span.kids is None and len(span.copies) == 1:
                 self._shorten(group, span, lower, tier)
@@ -381,16 +382,14 @@ class Residency:
     def _hold(self, group: Group, span: Span, tier: str) -> None:
         """Count one more copy in `tier` of each of the span's blocks."""
         n = len(span.handles)
-        held = span.copies.get(tier, 0)
         if not span.copies:
             self._live += n
         elif span.epoch < self._epoch:
             self._doubtful -= n
         span.epoch = self._epoch
-        span.copies[tier] = held + 1
         if tier == GPU:
             self._gpu_copies += n
-        if not held and group.reblocker is not None:
+        if span.gain(tier) and group.reblocker is not None:
             group.reblocker.hold(span, tier)
 
     def _release(self, group: Group, span: Span, tier: str) -> Span | None:
@@ -403,7 +402,7 @@ class Residency:
             return None
         if group.reblocker is not None:
             group.reblocker.release(span, tier)
-        del span.copies[tier]
+        span.lose(tier, span.copies[tier])
         if not last:
             return span
         self._forget_live(span, len(span.handles))

@@ -5,17 +5,22 @@ Rules:
    A prompt that nothing has forked from is one span, however small the engine's pages are.
 2. What hangs below a span hangs below its last block.
 3. Blocks whose content was never told are no path: cut, they are not linked.
+4. `copies` is never written: spans share it, and most have one copy in one tier.
 
-Memory: about 400 bytes, 8 for each block, and the tokens again, 4 bytes each, where the engine's block is no multiple
+Memory: about 220 bytes, 8 for each block, and the tokens again, 4 bytes each, where the engine's block is no multiple
 of the canonical one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Final
 
 from .chain import TOKEN_BYTES
-from .events import ContentSpan, Handle
+from .events import CPU, DISK, GPU, ContentSpan, Handle
+
+NO_COPIES: Final[Mapping[str, int]] = {}
+_ONE: Final[Mapping[str, Mapping[str, int]]] = {tier: {tier: 1} for tier in (GPU, CPU, DISK)}
 
 
 class Span:
@@ -40,7 +45,7 @@ class Span:
     def __init__(self, handles: list[Handle], epoch: int) -> None:
         self.handles = handles
         self.epoch = epoch
-        self.copies: dict[str, int] = {}
+        self.copies = NO_COPIES
         self.parent: Span | None = None
         self.wants: Handle | None = None
         """The parent's handle, while no span has it."""
@@ -65,6 +70,26 @@ class Span:
         self.start, self.end = 0, unit * len(self.handles)
         self.tokens = bytearray(tokens)
         self.contents = contents
+
+    def gain(self, tier: str) -> bool:
+        """Count one more copy of each block in `tier`; return whether it is the first there."""
+        if not self.copies:
+            self.copies = _ONE.get(tier) or {tier: 1}
+            return True
+        copies = self.copies.get(tier, 0)
+        self.copies = {**self.copies, tier: copies + 1}
+        return not copies
+
+    def lose(self, tier: str, n: int) -> None:
+        """Count `n` copies less in `tier`, which has so many."""
+        if len(self.copies) == 1 and self.copies[tier] == n:
+            self.copies = NO_COPIES
+            return
+        left = {**self.copies, tier: self.copies[tier] - n}
+        if not left[tier]:
+            del left[tier]
+        (first, *more) = left
+        self.copies = left if more or left[first] > 1 else _ONE.get(first, left)
 
     # --- links ---------------------------------------------------------------------------------------------
 

@@ -237,3 +237,20 @@ def test_memory_is_near_what_is_stated_for_an_engine_block_with_the_trees_share(
     assert 0.6 * stated < used < 2 * stated
     residency.apply(EngineBatch((BlocksCleared(),)))
     assert residency.live_blocks == 0
+
+
+def test_memory_of_blocks_that_make_no_run_is_bounded_too() -> None:
+    """Stored one by one, children first, each is a span of its own."""
+    residency = Residency(Domain("m", "t"))
+    first, n = 2**40, 2000
+    tracemalloc.start()
+    try:
+        for i in reversed(range(n)):
+            parent = first + i - 1 if i else None
+            residency.apply(EngineBatch((BlocksStored((first + i,), parent, array("I", [i] * 16), 16),)))
+        residency.take_changes()
+        used = tracemalloc.get_traced_memory()[0] / n
+    finally:
+        tracemalloc.stop()
+    assert residency.canonical_blocks == len(residency._groups[0].each()) == n
+    assert 300 < used < 650
