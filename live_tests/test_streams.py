@@ -21,8 +21,10 @@ PREFIXES = 6
 
 @pytest.fixture
 def link(engine: LiveEngine) -> Iterator[BadLink]:
-    """A link that does nothing bad yet."""
+    """A link that has joined the engine's messages and does nothing bad yet."""
+    rng = random.Random(10)
     with bad_link(engine.now.events_endpoint) as link:
+        until(lambda: engine.ask(draw(rng, 64)).status == 200 and link.seen >= 0, "the link has joined")
         yield link
 
 
