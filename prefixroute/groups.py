@@ -95,18 +95,18 @@ class Group:
 
     def join(self, parent: Span, kid: Span) -> Span:
         """Make one span of a parent and its kid that continues it. O(min of both), and the kid's kids."""
+        # A kid that ends no canonical block may have no key yet, even if its parent has.
+        key = kid.key if self.reblocker is not None and self.reblocker.ends_block(kid) else parent.key
         if len(kid.handles) <= len(parent.handles):
-            moved = kid.handles
-            if self.reblocker is not None and self.reblocker.ends_block(kid):
-                parent.key = kid.key
+            moved, joined = kid.handles, parent
             parent.extend(kid)
-            self.spans.update(dict.fromkeys(moved, parent))
-            return parent
-        moved = parent.handles
-        kid.precede(parent)
-        self._take_place(parent, kid)
-        self.spans.update(dict.fromkeys(moved, kid))
-        return kid
+        else:
+            moved, joined = parent.handles, kid
+            kid.precede(parent)
+            self._take_place(parent, kid)
+        joined.key = key
+        self.spans.update(dict.fromkeys(moved, joined))
+        return joined
 
     def heal(self, span: Span) -> None:
         """Join a span with its parent and with its only kid where they have become equal."""
@@ -243,7 +243,7 @@ class Group:
         return len(handles)
 
     def _check(self) -> None:
-        """Assert every invariant that needs no tree. O(blocks)."""
+        """Assert every invariant of the spans. O(blocks)."""
         spans = self.each()
         assert sum(len(span.handles) for span in spans) == len(self.spans)
         for span in spans:
@@ -255,6 +255,8 @@ class Group:
             assert span.tokens is None or len(span.tokens) == (span.end - span.start) * TOKEN_BYTES
             assert span.tokens is not None or span.copies or not span.known or len(span.handles) == 1
             assert all(0 <= item.start < span.end - span.start for item in span.contents)
+            if self.reblocker is not None:
+                self.reblocker.check(span)
             if span.parent is not None:
                 assert self.spans[span.parent.handles[-1]] is span.parent
                 assert any(kid is span for kid in span.parent.each_kid())

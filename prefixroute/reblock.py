@@ -108,6 +108,11 @@ class Reblocker:
             return None
         return self._up(span, span.key, (span.start + at * span.unit) // self._size)
 
+    def check(self, span: Span) -> None:
+        """Assert that the tree has what the span vouches for."""
+        if span.root is not None:
+            assert self._placed(span) or not any(self._own(span, span.start, tier) for tier in span.copies)
+
     # --- parts ---------------------------------------------------------------------------------------------
 
     def _placed(self, span: Span) -> bool:

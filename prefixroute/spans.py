@@ -178,7 +178,7 @@ class Span:
             below.parent = self
 
     def precede(self, parent: Span) -> None:
-        """Take over the blocks of the parent that this span continues, but not its place."""
+        """Take over the blocks of the parent that this span continues, but not its key and place."""
         if self.tokens is not None and parent.tokens is not None:
             self.tokens[:0] = parent.tokens
         if self.contents or parent.contents:

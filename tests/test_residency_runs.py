@@ -279,3 +279,15 @@ def test_aligned_blocks_that_are_kept_for_what_is_below_are_apart() -> None:
     assert residency.canonical_blocks == 0
     apply(residency, told([1, 2], None, 16))
     assert residency.canonical_blocks == 4
+
+
+def test_short_parent_that_ends_a_block_is_joined_with_a_longer_kid_that_ends_none() -> None:
+    handles = list(range(1, 22))
+    # Block 16, the last of a canonical block, comes above blocks that never were placed.
+    residency = mirror(told(handles[:15], None), told([100], 15), told(handles[16:], 16), told([16], 15, tier="disk"))
+    apply(residency, told([16], 15), BlocksRemoved((16,), "disk"))
+    assert (shape(residency)[-1], residency.canonical_blocks) == (handles[15:], 2)
+    apply(residency, BlocksRemoved((3,)))
+    assert residency.canonical_blocks == 0
+    apply(residency, BlocksRemoved(tuple(h for h in (*handles, 100) if h != 3)))
+    assert len(residency.trees[0]) == 0
