@@ -60,6 +60,10 @@ class Anchors:
         """Number of wire keys."""
         return len(self._keys)
 
+    def __contains__(self, wire: object) -> bool:
+        """Whether a wire key is one of them."""
+        return wire in self._keys
+
     def __iter__(self) -> Iterator[int]:
         """Yield the wire keys, in no order."""
         return iter(self._keys)

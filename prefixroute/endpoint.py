@@ -32,6 +32,7 @@ from .events import (
 from .fleet import Standing
 from .history import RoutingHistory
 from .load import Advert, LoadReport, PushBack, PushBackSettings, PushBackState, learnt
+from .promises import Promise
 from .publisher import Publisher
 from .replica import OwnedSet
 from .residency import Residency
@@ -139,6 +140,19 @@ class LocalEndpoint:
         assert self.history is not None
         changes, more = self._apply(self.history.served(chain), now)
         return changes, told + more
+
+    def promise(self, ticket: int, chain: TokenChain, depth: int) -> bool:
+        """Let peers know of a prompt that is served from now on; `depth` blocks of it are held. Return if more will.
+
+        An engine keeps whole units of what it computes.
+        """
+        size = self.domain.block_size
+        unit = self.residency.hit_unit or self.unit or size
+        whole = (chain.n_tokens - chain.n_tokens % unit) // size
+        if whole <= depth:
+            return False
+        self.publisher.promise(ticket, Promise(chain, depth, whole))
+        return True
 
     def advertise(self, standing: Standing, ttl_s: float, now: float) -> list[NodeEvent]:
         """Bring the advert up to date; `ttl_s` is how long peers honour push-back that is not renewed."""

@@ -46,7 +46,7 @@ from .load import LoadReport, PushBackSettings
 from .overview import NodeStats, row_of
 from .policy import Policy, RentOrBuy
 from .residency import Residency
-from .router import Flight, Router
+from .router import Flight, Hooks, Router
 from .tempo import GossipSettings
 
 MAX_EVENTS = 1024
@@ -122,7 +122,7 @@ class Node:
             rng,
             self._events.append,
             self.counters,
-            self._learn,
+            Hooks(self._learn, self._begun, self._ended),
         )
         self._index, self._fleet = self._router.index, self._router.fleet
         self._gossip = Gossip(
@@ -357,6 +357,16 @@ class Node:
             uncached = flight.decision.prompt_tokens - outcome.cached_tokens
             standing.estimate.add(uncached, outcome.ttft_s, flight.queued)
         self._took(standing.name, *local.served(flight.chain, outcome.cached_tokens, now))
+
+    def _begun(self, ticket: int, chain: TokenChain, standing: Standing, depth: int, now: float) -> None:
+        """Peers that get such a prompt before the engine has told of this one are to know where it is."""
+        if self._locals[standing.name].promise(ticket, chain, depth):
+            self._gossip.tempo.stir(now)
+
+    def _ended(self, ticket: int, standing: Standing) -> None:
+        local = self._locals.get(standing.name)
+        if local is not None:
+            local.publisher.over(ticket)
 
     def _refuse_rank(self, endpoint: str, ours: int, theirs: int) -> None:
         """Two caches in one mirror would be a lie about both: say so, the first time."""

@@ -1,9 +1,11 @@
-"""What an endpoint's owner publishes of its residency: every block, or the anchors that its byte budget allows.
+"""What an endpoint's owner publishes: every block of its residency, or the anchors that its byte budget allows, and
+what its engine is about to hold (`promises`).
 
 Rules:
 1. This node's own index is told every block, whatever the others are told.
 2. Two blocks may share a wire key (1.8e-5 pairs expected at 100k blocks): it goes when the last of them does.
 3. The anchor stride is chosen anew every few seconds, and when the residency has doubled; see `anchors`.
+4. A wire key that is promised is published, whether the residency has it or not.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from .anchors import Anchors, choose_stride
 from .chain import wire_key
 from .changes import Changes
 from .forest import Forest
+from .promises import Promise, Promises
 from .replica import OwnedSet
 
 REFIT_S = 5.0
@@ -23,7 +26,17 @@ REFIT_S = 5.0
 class Publisher:
     """Feeds one endpoint's published set. `held` tells whether this node's index has a wire key of the endpoint."""
 
-    __slots__ = ("_anchors", "_budget_bytes", "_fitted_at", "_fitted_blocks", "_held", "_keys", "_repeats", "_source")
+    __slots__ = (
+        "_anchors",
+        "_budget_bytes",
+        "_fitted_at",
+        "_fitted_blocks",
+        "_held",
+        "_keys",
+        "_promises",
+        "_repeats",
+        "_source",
+    )
 
     def __init__(self, keys: OwnedSet, source: Forest, budget_bytes: int, held: Callable[[int], bool]) -> None:
         self._keys = keys
@@ -31,6 +44,7 @@ class Publisher:
         self._budget_bytes = budget_bytes
         self._held = held
         self._repeats: dict[int, int] = {}
+        self._promises = Promises()
         self._anchors: Anchors | None = None
         self._fitted_at = float("-inf")
         self._fitted_blocks = 0
@@ -60,8 +74,18 @@ class Publisher:
             else:
                 noted.gain(wire)
         if self._anchors is None:
-            self._keys.gather(noted)
+            self._publish(noted)
         return noted
+
+    def promise(self, ticket: int, promise: Promise) -> None:
+        """Take blocks that a prompt will bring; peers are told with the next round if it is still under way. O(1)."""
+        self._promises.begin(ticket, promise)
+
+    def over(self, ticket: int) -> None:
+        """Take back what is left of a prompt's promise: by now the engine has told. O(its blocks)."""
+        lost = self._promises.end(ticket)
+        if lost:
+            self._keys.gather(Changes(set(), {wire for wire in lost if not self._has(wire)}))
 
     def gather(self, now: float) -> None:
         """Bring what is to be published up to date. O(changes); O(blocks) when the stride changes."""
@@ -69,7 +93,24 @@ class Publisher:
         if now - self._fitted_at >= REFIT_S or blocks > 2 * self._fitted_blocks:
             self._refit(blocks, now)
         if self._anchors is not None:
-            self._keys.gather(self._anchors.follow(self._source))
+            self._publish(self._anchors.follow(self._source))
+        gained = self._promises.settle(self.every)
+        if gained:
+            self._keys.gather(Changes({wire for wire in gained if not self._has(wire)}, set()))
+
+    def _publish(self, changes: Changes) -> None:
+        """Take what the residency gained and lost; what is promised is published anyway."""
+        promised = self._promises
+        if promised:
+            changes = Changes(
+                {wire for wire in changes.added if wire not in promised},
+                {wire for wire in changes.removed if wire not in promised},
+            )
+        self._keys.gather(changes)
+
+    def _has(self, wire: int) -> bool:
+        """Whether a wire key is published for the residency's sake."""
+        return self._held(wire) if self._anchors is None else wire in self._anchors
 
     def _refit(self, blocks: int, now: float) -> None:
         self._fitted_at, self._fitted_blocks = now, blocks
@@ -80,15 +121,16 @@ class Publisher:
             # All blocks are anchors of stride 1, and all of them are published or about to be.
             self._anchors = Anchors(1)
             self._anchors.rebuild(self._source)
-        self._keys.gather(self._anchors.set_every(every, self._source))
+        self._publish(self._anchors.set_every(every, self._source))
         self._keys.stride = every
         if every == 1:
             self._source.watch_anchors(False)
             self._anchors = None
 
     def _check(self) -> None:
-        """Assert that what is or will be published are the anchors of the residency. O(blocks)."""
+        """Assert that what is or will be published are the anchors of the residency and the promises. O(blocks)."""
         if self._anchors is not None:
             self._anchors.follow(self._source)
         expected = {wire_key(key) for key in self._source.anchors(self.every)}
-        assert self._keys.pending() == expected
+        self._promises._check()
+        assert self._keys.pending() == expected | set(self._promises)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from .chain import TokenChain
 from .decision import Decision, Outcome, OutcomeKind
@@ -50,8 +51,21 @@ class Flight:
     handed_back: bool = False
 
 
+class Hooks(NamedTuple):
+    """What the owner of the local endpoints is told.
+
+    `served(flight, standing, outcome, now)`: a request was served, here or elsewhere. `begun(ticket, chain, standing,
+    depth, now)`: a local endpoint, which holds `depth` blocks of it, is to serve one. `ended(ticket, standing)`: that
+    attempt is over.
+    """
+
+    served: Callable[[Flight, Standing, Outcome, float], None]
+    begun: Callable[[int, TokenChain, Standing, int, float], None]
+    ended: Callable[[int, Standing], None]
+
+
 class Router:
-    """Index, fleet and policy put together. `on_served(flight, standing, outcome, now)` tells of served requests."""
+    """Index, fleet and policy put together."""
 
     def __init__(
         self,
@@ -63,7 +77,7 @@ class Router:
         rng: random.Random,
         emit: Callable[[NodeEvent], None],
         counters: Counter[str],
-        on_served: Callable[[Flight, Standing, Outcome, float], None],
+        hooks: Hooks,
     ) -> None:
         self.policy = policy
         self._keeps_local = bool(getattr(policy, "keeps_local", False))
@@ -77,7 +91,7 @@ class Router:
         self._rng = rng
         self._emit = emit
         self._counters = counters
-        self._on_served = on_served
+        self._hooks = hooks
         self._predictions = Predictions()
         self._tickets = 0
 
@@ -144,6 +158,8 @@ class Router:
         standing = self.fleet.standings.get(flight.target)
         if standing is not None:
             self.fleet.release(standing, ticket, now)
+            if standing.local:
+                self._hooks.ended(ticket, standing)
             self._judge(flight, standing, outcome, now)
             self.fleet.refresh(standing, now)
         if outcome.kind is not OutcomeKind.SERVED:
@@ -223,6 +239,8 @@ class Router:
         hit, until = candidate.matched_tokens > 0, now + self._timeout_s
         self.fleet.book(standing, flight.decision.id, work_s, tokens, hit, now, until)
         self._predictions.sent(flight.decision.id, flight.chain, standing, now)
+        if standing.local:
+            self._hooks.begun(flight.decision.id, flight.chain, standing, candidate.depth, now)
         if standing.suspension.failures:
             # This is the one trial: the endpoint is out again until it ends.
             standing.suspension.sent(now)
@@ -283,7 +301,7 @@ class Router:
                 work_s = (c.prompt_tokens - outcome.cached_tokens) * c.s_per_token
                 told_s = c.rtt_s + c.wait_s - standing.excess_s(flight.sent_at) + c.overhead_s + work_s
                 standing.surprised(outcome.ttft_s, told_s, now)
-            self._on_served(flight, standing, outcome, now)
+            self._hooks.served(flight, standing, outcome, now)
         elif outcome.kind in _FAILURES and not standing.local and standing.suspension.failed(flight.sent_at, now):
             self._emit(PeerChanged(peer, "suspended", outcome.reason or outcome.kind.value))
         load = outcome.load if not standing.local else None
@@ -319,5 +337,9 @@ class Router:
             standing.trust += 0.1 * (min(1.0, cached_tokens / predicted) - standing.trust)
 
     def _give_up(self, ticket: int, now: float) -> None:
-        self._release(self.flights.pop(ticket), now)
+        flight = self.flights.pop(ticket)
+        self._release(flight, now)
+        standing = self.fleet.standings.get(flight.target)
+        if standing is not None and standing.local:
+            self._hooks.ended(ticket, standing)
         self._counters["outcomes_missing"] += 1

@@ -172,6 +172,7 @@ class Sidecar:
             forwarded=stays,
             budget_s=budget_s if forwarded else inf,
         )
+        self.driver.wake()  # what is served here is news for the others
         if not forwarded:
             self._decision_us.append((time.perf_counter_ns() - began) / 1e3)
             self._explained.append(decision)
