@@ -9,6 +9,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from .chain import TokenChain
 from .changes import Changes
@@ -18,10 +19,12 @@ from .tree import RadixTree
 class Forest:
     """What all trees hold, what changed of it, and its anchors. `collect` is called after the trees were written."""
 
-    __slots__ = ("_changes", "_holders", "_now", "_quorum", "_touched", "_trees", "_watched")
+    __slots__ = ("_behind_s", "_changes", "_holders", "_now", "_quorum", "_touched", "_trees", "_watched")
 
     def __init__(self) -> None:
         self._now = 0.0
+        self._behind_s: float | None = None
+        """The least that a batch's own time was behind the caller's clock when it came."""
         self._trees: list[RadixTree] = []
         self._holders: dict[int, int] = {}
         """With two or more trees: key -> how many of them hold it."""
@@ -104,17 +107,27 @@ class Forest:
         for tree in self._trees:
             tree.end_request(chain)
 
-    def tick(self, now: float) -> None:
-        """Set the trees' clock, in seconds."""
-        self._now = now
+    def tick(self, now: float, engine_s: float = 0.0) -> None:
+        """Set the trees' clock: `now` in seconds, and the engine's own time of what comes, 0.0 if it does not tell.
+
+        The trees go by the engine's time: a replay brings hours in a moment, and blocks that were evicted in it had not
+        been idle for no time at all.
+        """
+        if 0 < engine_s < inf:
+            behind = now - engine_s
+            self._behind_s = behind if self._behind_s is None else min(behind, self._behind_s)
+        self._now = self._at(now)
         for tree in self._trees:
-            tree.now = now
+            tree.now = self._now
+
+    def _at(self, now: float) -> float:
+        return now if self._behind_s is None else now - self._behind_s
 
     def use(self, chain: TokenChain, depth: int, now: float) -> None:
         """Note that a prompt is served from its first `depth` blocks here. O(edges)."""
-        key = chain.key(depth)
+        key, at = chain.key(depth), self._at(now)
         for tree in self._trees:
-            tree.now = now
+            tree.now = at
             tree.use(key)
 
     def take_idle_s(self) -> list[float]:

@@ -130,7 +130,7 @@ class Publisher:
     def _check(self) -> None:
         """Assert that what is or will be published are the anchors of the residency and the promises. O(blocks)."""
         if self._anchors is not None:
-            self._anchors.follow(self._source)
+            self._publish(self._anchors.follow(self._source))
         expected = {wire_key(key) for key in self._source.anchors(self.every)}
         self._promises._check()
         assert self._keys.pending() == expected | set(self._promises)

@@ -137,7 +137,7 @@ class Residency:
     def apply(self, batch: EngineBatch, now: float = 0.0) -> None:
         """Apply a batch as a whole, in order, at `now` in seconds. Amortised O(its blocks)."""
         self.counts.batches += 1
-        self.forest.tick(now)
+        self.forest.tick(now, batch.ts)
         removal: BlocksRemoved | None = None
         handles: list[Handle] = []
         for event in batch.events:

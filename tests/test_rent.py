@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from math import exp, inf
 
 import pytest
@@ -21,6 +22,7 @@ from prefixroute import (
 )
 from prefixroute.chain import STRIDE, ChainSpec, TokenChain
 from prefixroute.rent import Rents, Stretch, stretches_of
+from prefixroute.testing import stored as stored_batch
 
 SPEC = ChainSpec(1, 3)
 DOMAIN = Domain("m", "t", block_size=4)
@@ -138,3 +140,26 @@ def test_a_use_reaches_all_that_lies_above_it() -> None:
     residency.apply(EngineBatch((BlocksRemoved((20, 21, 22, 23)),)), 130.0)
     residency.apply(EngineBatch((BlocksRemoved((0, 1, 2, 3)),)), 130.0)
     assert residency.eviction_age_s == pytest.approx((130.0 * 0.9 + 3.0) * 0.9 + 3.0)
+
+
+def test_a_replay_ages_blocks_by_the_engines_own_time() -> None:
+    """All of it comes at one moment of the node's clock; between a store and its eviction the engine let 40 s pass."""
+    residency = Residency(DOMAIN)
+    first, second = list(range(16)), list(range(100, 116))
+
+    def kept(tokens: list[int]) -> EngineBatch:
+        return stored_batch(tokens, 4)
+
+    def at(ts: float, batch: EngineBatch) -> EngineBatch:
+        return replace(batch, ts=ts)
+
+    gone = tuple(event.handles for event in kept(first).events if isinstance(event, BlocksStored))[0]
+    residency.apply(at(1.7e9, kept(first)), 1000.0)
+    residency.apply(at(1.7e9 + 40.0, EngineBatch((BlocksRemoved(gone), *kept(second).events))), 1000.0)
+    assert residency.eviction_age_s == pytest.approx(40.0)
+    # From here on it is live: the engine's time and the node's go on together, and a use by the node's clock counts.
+    node = Node("n", DOMAIN, rng=random.Random(1), now=0.0)
+    residency.forest.use(node.chain(second), 4, 1010.0)
+    gone = tuple(event.handles for event in kept(second).events if isinstance(event, BlocksStored))[0]
+    residency.apply(at(1.7e9 + 65.0, EngineBatch((BlocksRemoved(gone),))), 1025.1)
+    assert residency.eviction_age_s == pytest.approx(40.0 + 0.1 * (15.0 - 40.0), abs=0.02)
