@@ -27,9 +27,12 @@ class Promise(NamedTuple):
     depth: int
 
     def keys(self, every: int) -> Iterator[int]:
-        """Yield the wire keys to publish at an anchor stride. O(blocks / every) hashes of up to a chain's stride."""
+        """Yield the wire keys to publish at an anchor stride: what a search asks for (`index`, rule 4), and the end.
+
+        O(blocks / every) hashes of up to a chain's stride.
+        """
         for depth in range(self.above + 1, self.depth):
-            if depth % every == 0:
+            if depth == 1 or depth % every == 0:
                 yield wire_key(self.chain.key(depth))
         yield wire_key(self.chain.key(self.depth))
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import pytest
-from routing import BLOCK, DOMAIN, check, hold, mesh, prompt
+from routing import BLOCK, check, hold, mesh, prompt
 
-from prefixroute import Namespace, Node, NodeSettings, Outcome, TokenChain
+from prefixroute import BlocksCleared, Decision, EngineBatch, Namespace, Node, NodeSettings, Outcome, TokenChain
 from prefixroute.chain import ChainSpec, wire_key
 from prefixroute.promises import Promise, Promises
-from prefixroute.testing import Mesh
+from prefixroute.testing import Mesh, stored
 
 SPEC = ChainSpec(4, 7)
 
@@ -28,10 +27,12 @@ def wires(prompt_: TokenChain, *depths: int) -> set[int]:
 # --- the structure -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("every", "depths"), [(1, range(4, 12)), (4, (4, 8, 11)), (32, (11,))])
-def test_a_promise_has_the_depths_that_the_stride_asks_for_and_its_end(every: int, depths: range) -> None:
+@pytest.mark.parametrize(
+    ("every", "above", "depths"), [(1, 3, range(4, 12)), (4, 3, (4, 8, 11)), (32, 3, (11,)), (4, 0, (1, 4, 8, 11))]
+)
+def test_a_promise_has_the_depths_that_the_stride_asks_for_and_its_end(every: int, above: int, depths: range) -> None:
     made, asked = Promises(), chain(1, 12)
-    made.begin(1, Promise(asked, 3, 11))
+    made.begin(1, Promise(asked, above, 11))
     assert len(made) == 0, "thought over with the next round"
     assert made.settle(every) == set(made) == wires(asked, *depths)
     assert made.settle(every) == set()
@@ -84,7 +85,7 @@ def held(node: Node, endpoint: str) -> set[int]:
     return set(node.digests()[endpoint].keys.tolist())
 
 
-def serve(net: Mesh, name: str, tokens: list[int]) -> object:
+def serve(net: Mesh, name: str, tokens: list[int]) -> Decision:
     """Let a node serve a prompt itself, as when another one forwarded it."""
     decision = net.nodes[name].route(tokens, net.now, forwarded=True)
     assert decision.local
@@ -114,7 +115,7 @@ def test_other_prompts_are_not_promised() -> None:
 def test_only_whole_units_of_the_engine_are_promised() -> None:
     net = mesh(2)
     hold(net, "n0/0", prompt(9, 4))
-    net.nodes["n0"].apply("n0/0", partial(_stored_in_units, 64)(prompt(8, 8)), net.now)
+    net.nodes["n0"].apply("n0/0", stored(prompt(8, 8), 64), net.now)
     net.run(0.5)
     before = held(net.nodes["n1"], "n0/0")
     tokens = prompt(1, 10)  # 161 tokens: two units of 64
@@ -124,19 +125,13 @@ def test_only_whole_units_of_the_engine_are_promised() -> None:
     assert held(net.nodes["n1"], "n0/0") - before == {wire_key(promised.key(depth)) for depth in range(1, 9)}
 
 
-def _stored_in_units(unit: int, tokens: list[int]) -> object:
-    from prefixroute.testing import stored
-
-    return stored(tokens, unit)
-
-
 @pytest.mark.parametrize("outcome", [Outcome.failed("gone"), Outcome.refused(), Outcome.cancelled(), Outcome.served()])
 def test_a_promise_ends_with_the_outcome(outcome: Outcome) -> None:
     net = mesh(2)
     decision = serve(net, "n0", prompt(1, 64))
     net.run(0.5)
     assert len(held(net.nodes["n1"], "n0/0")) == 64
-    net.nodes["n0"].report(decision, outcome, net.now)  # type: ignore[arg-type]
+    net.nodes["n0"].report(decision, outcome, net.now)
     net.run(0.5)
     assert held(net.nodes["n1"], "n0/0") == set()
     check(net)
@@ -149,7 +144,7 @@ def test_what_the_engine_has_told_by_then_stays() -> None:
     net.run(0.5)
     version = net.nodes["n1"].digests()["n0/0"].version
     hold(net, "n0/0", tokens)
-    net.nodes["n0"].report(decision, Outcome.served(cached_tokens=0, ttft_s=1.0), net.now)  # type: ignore[arg-type]
+    net.nodes["n0"].report(decision, Outcome.served(cached_tokens=0, ttft_s=1.0), net.now)
     net.run(0.5)
     digest = net.nodes["n1"].digests()["n0/0"]
     assert (len(digest.keys), digest.version) == (64, version), "it was known already: nothing is sent again"
@@ -177,11 +172,11 @@ def test_with_anchors_the_stride_and_the_end_are_promised() -> None:
     decision = serve(net, "n0", tokens)
     net.run(0.5)
     asked = net.nodes["n1"].chain(tokens)
-    depths = {depth for depth in range(1, 46) if depth % every == 0} | {45}
+    depths = {depth for depth in range(1, 46) if depth % every == 0} | {1, 45}
     assert held(net.nodes["n1"], "n0/0") - before == {wire_key(asked.key(depth)) for depth in depths}
     assert net.nodes["n1"].route(tokens, net.now).matched_tokens >= (45 - every) * BLOCK
     check(net)
-    net.nodes["n0"].report(decision, Outcome.failed(), net.now)  # type: ignore[arg-type]
+    net.nodes["n0"].report(decision, Outcome.failed(), net.now)
     net.run(0.5)
     assert held(net.nodes["n1"], "n0/0") == before
     check(net)
@@ -205,8 +200,6 @@ def test_published_is_what_is_held_and_what_is_promised(seed: int) -> None:
                 hold(net, "n0/0", served)
             node.report(decision, rng.choice((Outcome.served(), Outcome.cancelled())), net.now)
         elif roll < 0.8:
-            from prefixroute import BlocksCleared, EngineBatch
-
             node.apply("n0/0", EngineBatch((BlocksCleared("gpu"),)), net.now)
         net.run(rng.choice((0.0, 0.1, 3.0)))
         node._check()
@@ -215,4 +208,3 @@ def test_published_is_what_is_held_and_what_is_promised(seed: int) -> None:
     net.run(8.0)
     check(net)
     assert held(net.nodes["n1"], "n0/0") == held(node, "n0/0")
-    assert DOMAIN.block_size == BLOCK

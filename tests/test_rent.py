@@ -153,13 +153,13 @@ def test_a_replay_ages_blocks_by_the_engines_own_time() -> None:
     def at(ts: float, batch: EngineBatch) -> EngineBatch:
         return replace(batch, ts=ts)
 
-    gone = tuple(event.handles for event in kept(first).events if isinstance(event, BlocksStored))[0]
+    gone = next(e.handles for e in kept(first).events if isinstance(e, BlocksStored))
     residency.apply(at(1.7e9, kept(first)), 1000.0)
     residency.apply(at(1.7e9 + 40.0, EngineBatch((BlocksRemoved(gone), *kept(second).events))), 1000.0)
     assert residency.eviction_age_s == pytest.approx(40.0)
     # From here on it is live: the engine's time and the node's go on together, and a use by the node's clock counts.
     node = Node("n", DOMAIN, rng=random.Random(1), now=0.0)
     residency.forest.use(node.chain(second), 4, 1010.0)
-    gone = tuple(event.handles for event in kept(second).events if isinstance(event, BlocksStored))[0]
+    gone = next(e.handles for e in kept(second).events if isinstance(e, BlocksStored))
     residency.apply(at(1.7e9 + 65.0, EngineBatch((BlocksRemoved(gone),))), 1025.1)
     assert residency.eviction_age_s == pytest.approx(40.0 + 0.1 * (15.0 - 40.0), abs=0.02)
