@@ -21,7 +21,7 @@ import httpx
 import pytest
 from engine import SlotCache, SlotsEngine
 from prefixroute_slots import BLOCK, SlotsWatcher, decode, decode_load
-from run import Served, Site, ask, blocks, join, open_site
+from run import Served, Site, ask, join, open_site
 
 from prefixroute import (
     BlocksCleared,
@@ -301,6 +301,11 @@ async def until(what: Callable[[], bool]) -> None:
     """Ask until something is so; the test's own time limit ends a vain wait."""
     while not what():
         await asyncio.sleep(0.002)
+
+
+def blocks(site: Site, endpoint: str) -> int:
+    """How many blocks a site believes an endpoint to hold."""
+    return next((row.blocks for row in site.node.stats(site.driver.now()).endpoints if row.endpoint == endpoint), 0)
 
 
 async def served(site: Site, prompt: list[int]) -> Served:

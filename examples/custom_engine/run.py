@@ -90,9 +90,10 @@ async def ask(site: Site, prompt: list[int]) -> Served:
     raise RuntimeError("no engine answered")
 
 
-def blocks(site: Site, endpoint: str) -> int:
-    """Return how many blocks `site` believes an endpoint to hold."""
-    return next((row.blocks for row in site.node.stats(site.driver.now()).endpoints if row.endpoint == endpoint), 0)
+def knows(site: Site, endpoint: str, blocks: int) -> bool:
+    """Whether `site` has heard that an endpoint holds so many blocks, and that it is not busy with them any more."""
+    rows = {row.endpoint: row for row in site.node.stats(site.driver.now()).endpoints}
+    return endpoint in rows and rows[endpoint].blocks >= blocks and rows[endpoint].push_back == "open"
 
 
 async def _until(what: Callable[[], bool]) -> None:
@@ -136,7 +137,7 @@ async def _main() -> int:
         prompt = system + tokens(QUESTION_TOKENS)
         await show("A new prompt", first, prompt)
         held = (SYSTEM_TOKENS + QUESTION_TOKENS) // DOMAIN.block_size
-        await asyncio.wait_for(_until(lambda: blocks(second, first.endpoint) >= held), 60)
+        await asyncio.wait_for(_until(lambda: knows(second, first.endpoint, held)), 60)
 
         other = await show("The same system prompt, another question", second, system + tokens(QUESTION_TOKENS))
         wrong += other.decision.target != first.endpoint
