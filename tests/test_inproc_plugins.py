@@ -472,3 +472,9 @@ def test_the_check_names_what_is_missing(kind: str) -> None:
     )
     assert done.returncode == 2
     assert f"set PREFIXROUTE_{kind.upper()}_ENV=DIR" in done.stderr
+
+
+def test_neither_half_needs_zeromq() -> None:
+    code = "import sys; from prefixroute_inproc import Tap, TapFollower; sys.exit('zmq' in sys.modules)"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert subprocess.run([sys.executable, "-c", code], env=environ).returncode == 0

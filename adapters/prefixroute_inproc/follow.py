@@ -28,7 +28,7 @@ from typing import Final
 
 from prefixroute_zmq.address import EventSource
 from prefixroute_zmq.engine import Engine
-from prefixroute_zmq.follow import LONG_PROMPT_TOKENS, SILENT_AFTER, FollowerStats
+from prefixroute_zmq.stats import LONG_PROMPT_TOKENS, SILENT_AFTER, FollowerStats
 
 from prefixroute.errors import DecodeError, UsageError
 from prefixroute.events import EngineBatch, EngineEvent, StreamGap, StreamRestarted, UnknownEvent

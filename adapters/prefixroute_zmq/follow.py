@@ -14,7 +14,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from typing import ClassVar, Final, NamedTuple, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
 import zmq
 import zmq.asyncio
@@ -26,12 +26,9 @@ from prefixroute.events import EngineBatch, UnknownEvent
 from .address import Address, EventSource, live_address, replay_address
 from .engine import Engine
 from .sequence import REPLAY_TIMEOUT_S, Action, ReplayRequest, Sequencer
-
-LONG_PROMPT_TOKENS: Final = 1024
-"""A prompt of this length fills a block of any engine, so the first such request must bring an event."""
-
-SILENT_AFTER: Final = 8
-"""Long requests without a first event after which a stream counts as silent (dynamo#11984, smg#1652)."""
+from .stats import LONG_PROMPT_TOKENS as LONG_PROMPT_TOKENS
+from .stats import SILENT_AFTER as SILENT_AFTER
+from .stats import FollowerStats as FollowerStats
 
 _END_SEQ: Final = b"\xff" * 8
 _LIVE_HWM: Final = 100_000  # the engine's own default; what it drops we could not have held either
@@ -40,37 +37,6 @@ _RECONNECT_MS: Final = (100, 2000)
 _HEARTBEAT_MS: Final = (5000, 15_000)  # tells a dead host from a quiet engine
 
 _Socket: TypeAlias = zmq.asyncio.Socket
-
-
-class FollowerStats(NamedTuple):
-    """What one stream has brought since the follower was made.
-
-    `decode_errors` counts undecodable messages by kind, `unknown_events` the events of readable ones that could not
-    be used, `foreign` the messages of another rank on the same socket, which are dropped. `connected` is whether a
-    publisher is at the other end now. `silent` is True when long requests finished and no message has ever come: the
-    engine does not publish, or both sides connect.
-    """
-
-    messages: int
-    replayed: int
-    batches: int
-    decode_errors: dict[str, int]
-    unknown_events: int
-    foreign: int
-    connections: int
-    gaps: int
-    missing: int
-    restarts: int
-    replays: int
-    replay_timeouts: int
-    duplicates: int
-    overflowed: int
-    last_seq: int | None
-    last_message_at: float
-    replaying: bool
-    silent: bool
-    resyncs: int = 0
-    connected: bool = True
 
 
 class StreamFollower:
