@@ -30,6 +30,7 @@ from prefixroute_lan4.vllm_engine import VllmLauncher, VllmSettings
 from prefixroute_zmq.address import endpoint_of_rank
 
 DEADLINE_S = 120.0
+REPLAY_S = 10.0
 """How long anything may take that should take seconds: the machine may be busy with other things."""
 
 ADAPTER = "lo"
@@ -202,6 +203,13 @@ class LiveEngine:
         return last
 
     def _ask_replay(self, rank: int, start: int) -> int:
+        """As a follower does, with a new socket where no answer comes: one of a vLLM under load was seen to be lost."""
+        deadline = time.monotonic() + DEADLINE_S
+        while (last := self._replayed(rank, start)) is None:
+            assert time.monotonic() < deadline, "the engine's replay socket does not answer"
+        return last
+
+    def _replayed(self, rank: int, start: int) -> int | None:
         with self._context.socket(zmq.DEALER) as replay:
             replay.set(zmq.LINGER, 0)
             replay.set(zmq.RCVHWM, 0)
@@ -209,7 +217,8 @@ class LiveEngine:
             replay.send_multipart([b"", start.to_bytes(8, "big")])
             last = -1
             while True:
-                assert replay.poll(int(1000 * DEADLINE_S)), "the engine's replay socket does not answer"
+                if not replay.poll(int(1000 * REPLAY_S)):
+                    return None
                 seq = replay.recv_multipart()[-2]
                 if seq == _END:
                     return last
