@@ -156,6 +156,23 @@ class Engine:
         return rows
 
 
+def followed(residency: Residency, published: set[int]) -> set[int]:
+    """Follow the changes of what is published, and hold the outcome against the residency."""
+    changes = residency.take_changes()
+    assert not changes.added & published
+    assert changes.removed <= published
+    published = published - changes.removed | changes.added
+    assert published == set(residency.keys())
+    return published
+
+
+def agrees(residency: Residency, engine: Engine) -> None:
+    """Hold a residency against the model, while nothing of the stream is outstanding."""
+    assert set(residency.keys()) == engine.matchable()
+    assert residency.canonical_blocks == len(engine.matchable())
+    assert {(row.tier, row.group): (row.handles, row.copies) for row in residency.live()} == engine.live()
+
+
 def run(engine: Engine, steps: int, delay: float) -> Residency:
     """Let the mirror follow the engine, and compare whenever no store is on its way."""
     residency = Residency(engine.domain, CREDITED)
@@ -177,15 +194,9 @@ def run(engine: Engine, steps: int, delay: float) -> Residency:
             events += engine.remove() if kind == "remove" else engine.clear() if kind == "clear" else []
         residency.apply(EngineBatch(tuple(events)))
         residency._check()
-        changes = residency.take_changes()
-        assert not changes.added & published
-        assert changes.removed <= published
-        published = published - changes.removed | changes.added
-        assert published == set(residency.keys())
+        published = followed(residency, published)
         if not late:
-            assert published == engine.matchable()
-            assert residency.canonical_blocks == len(published)
-            assert {(row.tier, row.group): (row.handles, row.copies) for row in residency.live()} == engine.live()
+            agrees(residency, engine)
     residency.apply(
         EngineBatch(
             (

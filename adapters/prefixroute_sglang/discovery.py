@@ -33,6 +33,7 @@ from .decode import ENGINE
 
 __all__ = [
     "DEFAULT_ENDPOINT",
+    "HOW_TO_PUBLISH",
     "Address",
     "EventSource",
     "Published",
