@@ -240,7 +240,9 @@ class Router:
         self.fleet.book(standing, flight.decision.id, work_s, tokens, hit, now, until)
         self._predictions.sent(flight.decision.id, flight.chain, standing, now)
         if standing.local:
-            self._hooks.begun(flight.decision.id, flight.chain, standing, candidate.depth, now)
+            # What is only expected here may not come: it is promised along with the rest.
+            held = 0 if candidate.predicted else candidate.depth
+            self._hooks.begun(flight.decision.id, flight.chain, standing, held, now)
         if standing.suspension.failures:
             # This is the one trial: the endpoint is out again until it ends.
             standing.suspension.sent(now)

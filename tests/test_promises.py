@@ -137,6 +137,21 @@ def test_a_promise_ends_with_the_outcome(outcome: Outcome) -> None:
     check(net)
 
 
+def test_a_prompt_behind_another_promises_what_that_one_may_not_bring() -> None:
+    """The second begins as the first does, which is expected here; the first is cancelled before the engine told."""
+    net = mesh(2)
+    longer = prompt(1, 64)
+    first = serve(net, "n0", longer[: 40 * BLOCK])
+    second = serve(net, "n0", longer)
+    assert second.matched_tokens > 0
+    net.run(0.5)
+    net.nodes["n0"].report(first, Outcome.cancelled(), net.now)
+    net.run(0.5)
+    asked = net.nodes["n1"].chain(longer)
+    assert held(net.nodes["n1"], "n0/0") == {wire_key(asked.key(depth)) for depth in range(1, 65)}
+    check(net)
+
+
 def test_what_the_engine_has_told_by_then_stays() -> None:
     net = mesh(2)
     tokens = prompt(1, 64)
