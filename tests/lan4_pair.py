@@ -176,11 +176,21 @@ class Pair:
         await self.known(PREFIX)
 
     async def known(self, prompt: str) -> None:
-        """Wait until node 1 knows that node 2 holds `prompt`: no decision is asked for, which would leave traces."""
+        """Wait until node 1 knows that node 2 holds `prompt` and is free again; a decision would leave traces.
+
+        What is held may be known first: it is promised when its prefill begins.
+        """
         node, theirs = self.one.sidecar.node, self.two.sidecar.engine.endpoints
+        now = self.one.sidecar.driver.now
         chain = node.chain(encode(prompt))
         whole = wire_key(chain.key(chain.depth))
-        await until(lambda: any(whole in digest.keys for name, digest in node.digests().items() if name in theirs))
+
+        def told() -> bool:
+            free = {row.endpoint for row in node.stats(now()).endpoints if row.wait_s < 0.01}
+            digests = node.digests()
+            return any(name in free and whole in digests[name].keys for name in theirs if name in digests)
+
+        await until(told)
 
 
 def engine_config(kv_events: KvEventsConfig, capacity_blocks: int = 256) -> EngineConfig:
