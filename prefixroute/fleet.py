@@ -104,6 +104,8 @@ class Standing:
         "_arrivals",
         "_bias_s",
         "_eviction_age_s",
+        "_queue_at",
+        "_queue_s",
         "_reported_at",
         "_reported_s",
         "_room_tokens",
@@ -164,7 +166,10 @@ class Standing:
         """All predictions that were compared, since the endpoint is known."""
         self._bias_s = 0.0
         self._surprised_at = now
-        self.rank: tuple[float, float, str] | None = None
+        self._queue_s = 0.0
+        self._queue_at: float | None = None
+        self.rank: tuple[float, float, int] | None = None
+        """Where it is in the fleet's ranking: cost before any prefill, a draw for ties, its bit."""
         self.refresh(now)
 
     def refresh(self, now: float) -> None:
@@ -178,6 +183,7 @@ class Standing:
         self.rate = report.prefill_tokens_per_s or self.default.prefill_tokens_per_s
         self.overhead_s = report.overhead_s or self.default.overhead_s
         self._reported_s = (self.probed_tokens if self.local else report.queued_tokens) / self.rate
+        self._queue_at = None
         self._waiting = report.waiting
         self._room_tokens, self._eviction_age_s = advert.room_tokens, advert.eviction_age_s
         self.hit_unit = advert.hit_unit
@@ -201,12 +207,40 @@ class Standing:
             # What a probe saw is of an unknown moment between two probes; it is not drained.
             return max(ledger.wait_s(now), self._reported_s) if len(ledger) else self._reported_s
         # The queue as it was reported, drained since; what was sent since joins it when it arrives.
-        wait, at = self._reported_s, self._reported_at
+        at = self._queue_at
+        if at is None:
+            at = self._recount()
+        wait = self._queue_s
+        if wait:
+            since = now + self.rtt_s / 2 - at
+            wait = 0.0 if since >= wait else wait - since if since > 0 else wait
+        return wait + self.excess_s(now) if self._bias_s > 0 else wait
+
+    def sent(self, ticket: int, send: Send) -> None:
+        """Note a forward that joins the queue. O(1)."""
+        at = self._queue_at
+        if at is not None and ticket not in self.sends:
+            self._join(send, at)
+        else:
+            self._queue_at = None
+        self.sends[ticket] = send
+
+    def unsent(self, ticket: int) -> None:
+        """Take a forward out of the queue: its first token is here, or will never be. An unknown one is harmless."""
+        if self.sends.pop(ticket, None) is not None:
+            self._queue_at = None
+
+    def _recount(self) -> float:
+        """Let the queue be what was reported and what was sent since; return when it was so. O(forwards under way)."""
+        self._queue_s, self._queue_at = self._reported_s, self._reported_at
         for send in self.sends.values():
-            if send.arrives_at > self._reported_at:
-                wait = max(0.0, wait - max(0.0, send.arrives_at - at)) + send.work_s
-                at = max(at, send.arrives_at)
-        return max(0.0, wait - max(0.0, now + self.rtt_s / 2 - at)) + self.excess_s(now)
+            self._join(send, self._queue_at)
+        return self._queue_at
+
+    def _join(self, send: Send, at: float) -> None:
+        if send.arrives_at > self._reported_at:
+            self._queue_s = max(0.0, self._queue_s - max(0.0, send.arrives_at - at)) + send.work_s
+            self._queue_at = max(at, send.arrives_at)
 
     def told_s(self, uncached_tokens: float) -> float:
         """Return the seconds to a first token there, by its last word alone: its queue, fixed time and rate."""
@@ -239,30 +273,37 @@ class Standing:
         matched = 0
         if depth:
             # The last token is never reused: an engine computes at least one.
-            matched = min(depth * block_tokens, n_tokens - 1)
+            matched = depth * block_tokens
+            if matched >= n_tokens:
+                matched = n_tokens - 1
             matched -= matched % (self.hit_unit or block_tokens)
+        local, copy, rate, confidence = self.local, self.copy, self.rate, self.confidence
         rtt, wait, overhead = self.rtt_s, self.wait_s(now), self.overhead_s
-        prefill = (n_tokens - self.confidence * matched) / self.rate
-        return Candidate(
-            self.name,
-            self.local,
-            n_tokens,
-            depth,
-            matched,
-            self.confidence,
-            rtt,
-            wait,
-            overhead,
-            prefill,
-            rtt + wait + overhead + prefill,
-            self.state,
-            0.0 if self.local else now - self.copy.heard_at,
-            1 / self.rate,
-            max(len(self.ledger), self._waiting),
-            self._room_tokens,
-            self._eviction_age_s,
-            predicted,
-            self.arrivals_per_s(now),
+        prefill = (n_tokens - confidence * matched) / rate
+        queued, waiting = len(self.ledger.open), self._waiting
+        return tuple.__new__(
+            Candidate,
+            (
+                self.name,
+                local,
+                n_tokens,
+                depth,
+                matched,
+                confidence,
+                rtt,
+                wait,
+                overhead,
+                prefill,
+                rtt + wait + overhead + prefill,
+                self.state,
+                0.0 if local else now - copy.heard_at,
+                1 / rate,
+                queued if queued > waiting else waiting,
+                self._room_tokens,
+                self._eviction_age_s,
+                predicted,
+                self._arrivals.per_s(now) if local else copy.advert.arrivals_per_s,
+            ),
         )
 
 
@@ -271,7 +312,7 @@ class Fleet:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._ranking: list[tuple[float, float, str]] = []
+        self._ranking: list[tuple[float, float, int]] = []
         self.standings: dict[str, Standing] = {}
         self.by_bit: dict[int, Standing] = {}
         self.usable = 0
@@ -296,12 +337,12 @@ class Fleet:
             if hit:
                 self._typical_s = self._typical_s + 0.1 * (work_s - self._typical_s) if self._typical_s else work_s
             mirrored = max(0, len(self._owners) - 2) * min(work_s, self._typical_s)
-            standing.sends[ticket] = Send(now + standing.rtt_s / 2, work_s + mirrored)
+            standing.sent(ticket, Send(now + standing.rtt_s / 2, work_s + mirrored))
         self.rank(standing, now)
 
     def release(self, standing: Standing, ticket: int, now: float) -> bool:
         """Take a booking back; unknown and repeated ones are harmless."""
-        standing.sends.pop(ticket, None)
+        standing.unsent(ticket)
         return standing.ledger.release(ticket, now)
 
     def add(self, standing: Standing, now: float) -> None:
@@ -348,7 +389,7 @@ class Fleet:
         self._unrank(standing)
         delays = standing.arrivals_per_s(now) * self._cold_s * self._cold_s / 2
         base = standing.rtt_s + standing.wait_s(now) + standing.overhead_s + delays
-        standing.rank = (base, self._rng.random(), standing.name)
+        standing.rank = (base, self._rng.random(), standing.bit)
         insort(self._ranking, standing.rank)
 
     def refresh_all(self, now: float) -> None:
@@ -386,13 +427,14 @@ class Fleet:
         O(bits), and O(n) as a rule: of many the first are found soon down the ranking. Holders of a hot prefix may all
         be at its end, since they are the busiest, so the look down it is as long as the mask is wide, and no longer.
         """
+        if not mask & (mask - 1):
+            return [self.by_bit[mask]] if mask else []
         bits = mask.bit_count()
         found: list[Standing] = []
         if bits > n:
-            for _, _, name in islice(self._ranking, bits):
-                standing = self.standings[name]
-                if standing.bit & mask:
-                    found.append(standing)
+            for _, _, bit in self._ranking if bits >= len(self._ranking) else islice(self._ranking, bits):
+                if bit & mask:
+                    found.append(self.by_bit[bit])
                     if len(found) == n:
                         return found
             found.clear()
@@ -400,8 +442,7 @@ class Fleet:
             low = mask & -mask
             found.append(self.by_bit[low])
             mask ^= low
-        if len(found) > 1:
-            found.sort(key=_rank_of)
+        found.sort(key=_rank_of)
         return found[:n]
 
     def _unrank(self, standing: Standing) -> None:
@@ -413,12 +454,12 @@ class Fleet:
     def _check(self) -> None:
         """Assert that ranking, masks and standings agree."""
         assert self._ranking == sorted(self._ranking)
-        assert {name for _, _, name in self._ranking} == set(self.standings)
+        assert sorted(bit for *_, bit in self._ranking) == sorted(self.by_bit)
         assert {standing.bit: standing for standing in self.standings.values()} == self.by_bit
         every = sum(self.by_bit)
         assert self.usable & ~every == self.overloaded & ~every == self.local & ~every == 0
 
 
-def _rank_of(standing: Standing) -> tuple[float, float, str]:
+def _rank_of(standing: Standing) -> tuple[float, float, int]:
     assert standing.rank is not None
     return standing.rank

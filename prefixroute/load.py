@@ -199,16 +199,17 @@ class Ledger:
     Bounded by the number of requests in flight. `wait_s` and `tokens` are O(1) amortised.
     """
 
-    __slots__ = ("_head_at", "_open", "_tokens", "_work_s")
+    __slots__ = ("_head_at", "_tokens", "_work_s", "open")
 
     def __init__(self) -> None:
-        self._open: dict[int, _Booking] = {}
+        self.open: dict[int, _Booking] = {}
+        """What is booked, by ticket, the oldest first. To be read only."""
         self._work_s = 0.0
         self._tokens = 0
         self._head_at = 0.0
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self.open)
 
     @property
     def tokens(self) -> int:
@@ -217,31 +218,31 @@ class Ledger:
 
     def book(self, ticket: int, work_s: float, tokens: int, now: float, expires_at: float) -> None:
         """Book a request under its decision's id."""
-        if not self._open:
+        if not self.open:
             self._head_at = now
-        elif ticket in self._open:
+        elif ticket in self.open:
             self.release(ticket, now)
-        self._open[ticket] = _Booking(work_s, tokens, expires_at)
+        self.open[ticket] = _Booking(work_s, tokens, expires_at)
         self._work_s += work_s
         self._tokens += tokens
 
     def release(self, ticket: int, now: float) -> bool:
         """Take a booking back; unknown and repeated tickets are harmless."""
-        if ticket not in self._open:
+        if ticket not in self.open:
             return False
-        if ticket == next(iter(self._open)):
+        if ticket == next(iter(self.open)):
             # Prefill is serial: the one that ends hands over to the next. One that leaves from behind changes nothing.
             self._head_at = now
-        booking = self._open.pop(ticket)
-        self._work_s = self._work_s - booking.work_s if self._open else 0.0
+        booking = self.open.pop(ticket)
+        self._work_s = self._work_s - booking.work_s if self.open else 0.0
         self._tokens -= booking.tokens
         return True
 
     def wait_s(self, now: float) -> float:
         """Seconds until the endpoint is through with what is booked, the oldest one's progress counted."""
-        while self._open:
-            first = next(iter(self._open))
-            head = self._open[first]
+        while self.open:
+            first = next(iter(self.open))
+            head = self.open[first]
             if now < head.expires_at:
                 return max(0.0, self._work_s - min(max(now - self._head_at, 0.0), head.work_s))
             self.release(first, now)

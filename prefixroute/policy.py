@@ -92,13 +92,20 @@ class RentOrBuy:
             order = [c for *_, c in sorted((_priced(c, mean), rng.random(), c) for c in candidates)]
             reason = "longer cached prefix" if order[0].depth else "shorter wait"
             return Choice(tuple(order), reason, _budget_s(order[0], order[1:2]))
-        here, draw = local.queued, rng.random
-        limit = local.cost_s + local.delays_s
-        costs = [
-            (not c.local and _alone(c) > limit, _priced(c, (here + c.queued) / 2), not c.local, draw(), c)
-            for c in candidates
-        ]
-        order = [c for *_, c in sorted(costs)]
+        here, limit, draw = local.queued, local.cost_s + local.delays_s, rng.random
+        half = here / 2
+        costs: list[tuple[bool, float, bool, float, Candidate]] = []
+        for c in candidates:
+            # As `_priced` says it, without the calls: they were half of the policy's time.
+            remote, cost_s, prefill_s = not c.local, c.cost_s, c.prefill_s
+            delays_s = c.arrivals_per_s * prefill_s * prefill_s / 2
+            priced_s = cost_s + (half + c.queued / 2) * prefill_s + delays_s
+            if c.room_tokens < inf:
+                priced_s += NEEDED_AGAIN * c.s_per_token * c.evicted_tokens
+            # What it would cost if nobody waited there has to be worth the way.
+            costs.append((remote and cost_s - c.wait_s + delays_s > limit, priced_s, remote, draw(), c))
+        costs.sort()
+        order = [row[4] for row in costs]
         best = order[0]
         if best.local:
             return Choice(tuple(order), "local is cheapest" if best.matched_tokens else "local: nobody is cheaper")
@@ -184,11 +191,6 @@ def _priced(candidate: Candidate, others: float) -> float:
     """Time to first token with prefill at a price of 1 + `others`, what it delays, and again what it evicts."""
     again_s = NEEDED_AGAIN * candidate.s_per_token * candidate.evicted_tokens
     return candidate.cost_s + others * candidate.prefill_s + candidate.delays_s + again_s
-
-
-def _alone(candidate: Candidate) -> float:
-    """What it would cost if nobody waited there."""
-    return candidate.cost_s - candidate.wait_s + candidate.delays_s
 
 
 def _budget_s(best: Candidate, others: Sequence[Candidate]) -> float:

@@ -12,7 +12,6 @@ Rules:
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -58,7 +57,7 @@ class Predictions:
     __slots__ = ("_by_first", "_by_ticket", "_tokens")
 
     def __init__(self) -> None:
-        self._by_ticket: OrderedDict[int, _Prediction] = OrderedDict()
+        self._by_ticket: dict[int, _Prediction] = {}
         self._by_first: dict[int, list[int]] = {}
         self._tokens = 0
 
@@ -110,22 +109,30 @@ class Predictions:
 
         O(1) a prompt compared that shares no more than that, as most do; else O(log depth).
         """
-        if not chain.depth or chain.key(1) not in self._by_first:
+        depth = chain.depth
+        tickets = self._by_first.get(chain.key(1)) if depth else None
+        if not tickets:
             return []
-        tickets = self._by_first[chain.key(1)]
         found: list[Predicted] = []
+        over: list[int] = []
+        keys: dict[int, int] = {}
         compared = 0
-        for ticket in reversed(tickets[:]):
+        for ticket in reversed(tickets):
             prediction = self._by_ticket[ticket]
             if not prediction.stands(now):
-                self.drop(ticket)
+                over.append(ticket)
                 continue
             other, more = prediction.chain, known.get(prediction.standing, 0) + 1
-            if more <= min(chain.depth, other.depth) and chain.key(more) == other.key(more):
-                found.append(Predicted(prediction.standing, chain.shared(other)))
+            if more <= depth and more <= other.depth:
+                # Most targets are known to hold the same, so this prompt's key is asked for once.
+                key = keys.get(more) or keys.setdefault(more, chain.key(more))
+                if key == other.key(more):
+                    found.append(Predicted(prediction.standing, chain.shared(other)))
             compared += 1
             if compared == COMPARED:
                 break
+        for ticket in over:
+            self.drop(ticket)
         return found
 
     def _check(self) -> None:

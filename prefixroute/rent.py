@@ -39,7 +39,7 @@ class Rents:
     def paid(self, stretches: list[Stretch], now: float, age_s: float) -> list[float]:
         """Return the seconds of rent left on each stretch, with blocks evicted here at the idle age `age_s`."""
         get = self._accounts.get
-        found = [get(stretch.key) for stretch in stretches]
+        found = [get(key) for key, _ in stretches]
         if age_s == inf:
             return [account[0] if account is not None else 0.0 for account in found]
         fade = 1 / max(age_s, 1e-9)
@@ -48,7 +48,7 @@ class Rents:
     def charge(self, stretches: list[Stretch], paid: list[float], rent_s: float, now: float) -> None:
         """Spread `rent_s` over `stretches`, each block alike, on top of what was `paid` for them."""
         accounts, drop = self._accounts, self._accounts.pop
-        share = rent_s / max(1, sum([stretch.blocks for stretch in stretches]))
+        share = rent_s / max(1, sum([blocks for _, blocks in stretches]))
         for (key, blocks), before in zip(stretches, paid, strict=True):
             # Taken out first, so that the accounts are in the order of their last charge.
             drop(key, None)
@@ -73,8 +73,8 @@ def stretches_of(chain: TokenChain, held: int, deeper: int) -> list[Stretch]:
     while end <= held:
         end *= 2
     while end <= deeper:
-        stretches.append(Stretch(chain.key(end), end - at))
+        stretches.append(tuple.__new__(Stretch, (chain.key(end), end - at)))
         at, end = end, 2 * end
     if at < deeper:
-        stretches.append(Stretch(chain.key(at + 1), deeper - at))
+        stretches.append(tuple.__new__(Stretch, (chain.key(at + 1), deeper - at)))
     return stretches

@@ -119,26 +119,35 @@ class Router:
         if without:
             others = [c for c in candidates if c.endpoint != without]
             candidates, reserve = (others, reserve) if others else (reserve or candidates, [])
-        choice = self.policy.choose(Request(chain, now), candidates, self._rng)
-        best = choice.order[0]
-        rest = (*choice.order[1:], *reserve)
+        order, reason, budget_s = self.policy.choose(Request(chain, now), candidates, self._rng)
+        best = order[0]
         candidates += reserve
-        origin_s = min((c.cost_s for c in candidates if c.local), default=best.cost_s)
-        fallbacks = [c.endpoint for c in rest if not c.local][:MAX_FALLBACKS]
-        fallbacks += [c.endpoint for c in rest if c.local]
-        decision = Decision(
-            ticket,
-            best.endpoint,
-            best.local,
-            self.fleet.standings[best.endpoint].copy.url,
-            tuple(fallbacks),
-            chain.n_tokens,
-            best.matched_tokens,
-            best.cost_s,
-            max(0.0, origin_s - best.cost_s),
-            "forwarded here" if forwarded else choice.reason,
-            tuple(candidates),
-            inf if best.local else choice.budget_s,
+        origin_s = inf
+        for c in candidates:
+            if c.local and c.cost_s < origin_s:
+                origin_s = c.cost_s
+        remote: list[str] = []
+        local: list[str] = []
+        for c in (*order[1:], *reserve) if reserve else order[1:]:
+            (local if c.local else remote).append(c.endpoint)
+        # As all named tuples of this path are made: without the call that checks their fields' names.
+        decision = tuple.__new__(
+            Decision,
+            (
+                ticket,
+                best.endpoint,
+                best.local,
+                self.fleet.standings[best.endpoint].copy.url,
+                (*remote[:MAX_FALLBACKS], *local),
+                chain.n_tokens,
+                best.matched_tokens,
+                best.cost_s,
+                origin_s - best.cost_s if best.cost_s < origin_s < inf else 0.0,
+                "forwarded here" if forwarded else reason,
+                tuple(candidates),
+                inf if best.local else budget_s,
+                False,
+            ),
         )
         return decision, best
 
@@ -185,38 +194,48 @@ class Router:
         Looked at are all local endpoints, the cheapest holders of the deepest prefixes and the cheapest of the others:
         a handful, however many there are.
         """
-        fleet, block, n = self.fleet, self._block_tokens, chain.n_tokens
+        fleet, index, block, n = self.fleet, self.index, self._block_tokens, chain.n_tokens
         # Push-back is relative: it is honoured while somebody who does not push back exists. This node's own endpoints
         # stay: how long they are busy is known here, and counts.
-        free = fleet.usable & ~fleet.overloaded
-        eligible = fleet.local if forwarded else (free | fleet.usable & fleet.local if free else fleet.usable)
+        usable, ours = fleet.usable, fleet.local
+        free = usable & ~fleet.overloaded
+        eligible = ours if forwarded else (free | usable & ours if free else usable)
         if self._keeps_local:
-            eligible |= fleet.local
-        strata = self.index.search(chain, within=eligible | fleet.local)
-        remote = eligible & ~fleet.local
+            eligible |= ours
+        looked_at = eligible | ours
+        strata = index.search(chain, DEEPEST, looked_at)
+        unseen, most = looked_at, 2
         depths: dict[Standing, int] = {}
-        seen = 0
-        for i, (depth, mask) in enumerate(strata):
-            for standing in fleet.cheapest(mask & remote, 2 if i == 0 else 1):
-                depths[standing] = depth
-            for standing in fleet.cheapest(mask & fleet.local, MAX_LOCAL):
-                depths[standing] = depth
-            seen |= mask
-        for standing in (*fleet.cheapest(remote & ~seen, 1), *fleet.cheapest(fleet.local & ~seen, MAX_LOCAL)):
+        for depth, mask in strata:
+            unseen &= ~mask
+            if mask & ours:
+                for standing in fleet.cheapest(mask & ours, MAX_LOCAL):
+                    depths[standing] = depth
+                mask &= ~ours
+            if mask:
+                for standing in fleet.cheapest(mask, most):
+                    depths[standing] = depth
+            most = 1
+        if unseen:
             # Beyond the strata that were asked for, an endpoint may still hold a shorter prefix.
-            depths[standing] = self.index.depth(chain, standing.bit) if len(strata) == DEEPEST else 0
-        predicted: set[int] = set()
+            more = len(strata) == DEEPEST
+            for standing in fleet.cheapest(unseen & ~ours, 1):
+                depths[standing] = index.depth(chain, standing.bit) if more else 0
+            for standing in fleet.cheapest(unseen & ours, MAX_LOCAL):
+                depths[standing] = index.depth(chain, standing.bit) if more else 0
+        predicted = 0
         for standing, depth in self._predictions.match(chain, now, depths):
             # An endpoint that left is still in the predictions, and its bit may be another's by now.
             here = fleet.standings.get(standing.name) is standing
-            if here and standing.bit & (eligible | fleet.local) and depth > depths.get(standing, 0):
+            if here and standing.bit & looked_at and depth > depths.get(standing, 0):
                 depths[standing] = depth
-                predicted.add(standing.bit)
+                predicted |= standing.bit
         chosen_from: list[Candidate] = []
         reserve: list[Candidate] = []
         for standing, depth in depths.items():
-            weighed = standing.weigh(depth, n, block, now, standing.bit in predicted)
-            (chosen_from if standing.bit & eligible else reserve).append(weighed)
+            bit = standing.bit
+            weighed = standing.weigh(depth, n, block, now, bool(bit & predicted))
+            (chosen_from if bit & eligible else reserve).append(weighed)
         if not chosen_from:
             chosen_from, reserve = reserve, []
         if not chosen_from and forwarded:

@@ -89,7 +89,7 @@ def test_a_local_queue_is_the_worse_of_what_a_probe_saw_and_what_was_booked() ->
 
 def sent(remote: Standing, ticket: int, work_s: float, arrives_at: float) -> None:
     """A forward that has no first token yet."""
-    remote.sends[ticket] = Send(arrives_at, work_s)
+    remote.sent(ticket, Send(arrives_at, work_s))
 
 
 def test_what_arrives_after_the_report_is_added_to_it_and_what_came_before_is_in_it() -> None:
@@ -103,7 +103,7 @@ def test_what_arrives_after_the_report_is_added_to_it_and_what_came_before_is_in
     assert remote.wait_s(1.5) == pytest.approx(2.5 - half), "the forward of 1.0 is in the report of 1.5"
     sent(remote, 2, 1.0, 2.0 + half)
     assert remote.wait_s(2.0) == pytest.approx(3.0 - half)
-    del remote.sends[2]
+    remote.unsent(2)
     assert remote.wait_s(2.0) == pytest.approx(2.0 - half)
 
 

@@ -536,7 +536,7 @@ def test_whatever_happens_nothing_is_left_and_nothing_raises(seed: int) -> None:
         for each in deciders:
             each._check()
             flights, standings = each._router.flights, each._fleet.standings
-            booked = {ticket for standing in standings.values() for ticket in standing.ledger._open}
+            booked = {ticket for standing in standings.values() for ticket in standing.ledger.open}
             assert booked <= set(flights), (seed, step)
     net.down.clear()
     for node, decision in decided:
