@@ -31,6 +31,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from .errors import UsageError
 from .events import DEFAULT_NAMESPACE, ContentSpan, Namespace
+from .memo import SPAN, ChainMemo
 
 STRIDE = 32
 WIRE_BITS = 48
@@ -133,6 +134,7 @@ class TokenChain:
         "_bounds",
         "_extras",
         "_first",
+        "_memo",
         "_mix",
         "_packed",
         "_tokens",
@@ -151,9 +153,11 @@ class TokenChain:
         tokens: Any,
         contents: Sequence[ContentSpan] = (),
         namespace: Namespace = DEFAULT_NAMESPACE,
+        memo: ChainMemo | None = None,
     ) -> None:
         self.spec = spec
         self.root = root
+        self._memo = memo
         self.namespace = namespace
         self._width = spec.block_tokens * TOKEN_BYTES
         self._mix = spec.mix
@@ -209,9 +213,20 @@ class TokenChain:
                 bounds.append(self._hash(len(bounds) - 1, len(bounds) * STRIDE))
             return
         packed, size, key = self.packed, STRIDE * self._width, bounds[-1]
+        if self._memo is not None and stride >= len(bounds) + SPAN:
+            if len(bounds) == 1:
+                bounds.append(xxh3_64_intdigest(packed[:size], key ^ mix))
+            known = self._memo.recall(bounds[1], packed, stride)
+            bounds += known[len(bounds) :]
+            key = bounds[-1]
         for at in range((len(bounds) - 1) * size, stride * size, size):
             key = xxh3_64_intdigest(packed[at : at + size], key ^ mix)
             bounds.append(key)
+
+    def remember(self) -> None:
+        """Leave what was hashed to the next turn of the conversation, if the chain was made with a memo."""
+        if self._memo is not None and self._packed is not None and not self._extras:
+            self._memo.keep(self._bounds, self._packed)
 
     def wire(self, depth: int) -> int:
         """Return the wire key of the first `depth` blocks."""

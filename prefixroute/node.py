@@ -22,7 +22,7 @@ from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
-from .chain import ChainSpec, TokenChain, wire_key
+from .chain import STRIDE, ChainSpec, TokenChain, wire_key
 from .changes import Changes
 from .codec import Keys
 from .copies import Copy, owner_of
@@ -43,6 +43,7 @@ from .events import (
 from .fleet import Standing
 from .gossip import Datagram, Gossip
 from .load import LoadReport, PushBackSettings
+from .memo import ChainMemo
 from .overview import NodeStats, row_of
 from .policy import Policy, RentOrBuy
 from .residency import Residency
@@ -107,6 +108,7 @@ class Node:
         self.settings = settings or NodeSettings()
         self.counters: Counter[str] = Counter()
         self._spec = ChainSpec(domain.block_size, domain.mix)
+        self._memo = ChainMemo(STRIDE * self._spec.block_bytes)
         self._root = domain.root_key(DEFAULT_NAMESPACE)
         self._events: deque[NodeEvent] = deque(maxlen=MAX_EVENTS)
         self._locals: dict[str, LocalEndpoint] = {}
@@ -279,7 +281,7 @@ class Node:
         `tokens` is a sequence of ints or a one-dimensional integer buffer. Raises `UsageError` that says what to pass.
         """
         root = self._root if namespace is DEFAULT_NAMESPACE else self.domain.root_key(namespace)
-        return TokenChain(self._spec, root, tokens, contents, namespace)
+        return TokenChain(self._spec, root, tokens, contents, namespace, self._memo)
 
     def route(
         self,
@@ -350,6 +352,7 @@ class Node:
 
     def _learn(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """A request was served: by a local endpoint, its engine's speed and cache show."""
+        flight.chain.remember()
         local = self._locals.get(standing.name)
         if local is None:
             return
