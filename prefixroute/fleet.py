@@ -337,7 +337,7 @@ class Fleet:
             if hit:
                 self._typical_s = self._typical_s + 0.1 * (work_s - self._typical_s) if self._typical_s else work_s
             mirrored = max(0, len(self._owners) - 2) * min(work_s, self._typical_s)
-            standing.sent(ticket, Send(now + standing.rtt_s / 2, work_s + mirrored))
+            standing.sent(ticket, tuple.__new__(Send, (now + standing.rtt_s / 2, work_s + mirrored)))
         self.rank(standing, now)
 
     def release(self, standing: Standing, ticket: int, now: float) -> bool:

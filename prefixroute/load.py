@@ -222,7 +222,7 @@ class Ledger:
             self._head_at = now
         elif ticket in self.open:
             self.release(ticket, now)
-        self.open[ticket] = _Booking(work_s, tokens, expires_at)
+        self.open[ticket] = tuple.__new__(_Booking, (work_s, tokens, expires_at))
         self._work_s += work_s
         self._tokens += tokens
 

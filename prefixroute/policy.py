@@ -86,12 +86,12 @@ class RentOrBuy:
     def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         """Sort by priced cost, then let rent decide between the best peer and the origin. O(log depth)."""
         locals_ = [c for c in candidates if c.local]
-        local = min(locals_, key=_own_cost) if len(locals_) > 1 else locals_[0] if locals_ else None
-        if local is None:
+        if not locals_:
             mean = sum(c.queued for c in candidates) / len(candidates)
             order = [c for *_, c in sorted((_priced(c, mean), rng.random(), c) for c in candidates)]
             reason = "longer cached prefix" if order[0].depth else "shorter wait"
             return Choice(tuple(order), reason, _budget_s(order[0], order[1:2]))
+        local = locals_[0] if len(locals_) == 1 else min(locals_, key=_own_cost)
         here, limit, draw = local.queued, local.cost_s + local.delays_s, rng.random
         half = here / 2
         costs: list[tuple[bool, float, bool, float, Candidate]] = []
@@ -109,12 +109,13 @@ class RentOrBuy:
         best = order[0]
         if best.local:
             return Choice(tuple(order), "local is cheapest" if best.matched_tokens else "local: nobody is cheaper")
+        budget_s = local.cost_s if local.cost_s > best.cost_s else best.cost_s
         if best.matched_tokens <= local.matched_tokens:
-            return Choice(tuple(order), "shorter wait", _budget_s(best, (local,)))
+            return Choice(tuple(order), "shorter wait", budget_s)
         if self._buys(request, local, best, 1 + here):
             order.remove(local)
             return Choice((local, *order), "local: rent has reached the price of a copy")
-        return Choice(tuple(order), "longer cached prefix", _budget_s(best, (local,)))
+        return Choice(tuple(order), "longer cached prefix", budget_s)
 
     def _buys(self, request: Request, local: Candidate, best: Candidate, price: int) -> bool:
         """Whether to serve here what a peer holds more of; rent is charged, or forgotten, accordingly."""

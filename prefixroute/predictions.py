@@ -66,7 +66,8 @@ class Predictions:
 
     def sent(self, ticket: int, chain: TokenChain, standing: Standing, now: float) -> None:
         """Note that a prompt was sent to an endpoint under its decision's id. O(1) amortised."""
-        self.drop(ticket)
+        if ticket in self._by_ticket:
+            self.drop(ticket)
         if not chain.depth:
             return
         self._by_ticket[ticket] = _Prediction(chain, standing, now + LIFETIME_S)

@@ -119,7 +119,9 @@ class Router:
         if without:
             others = [c for c in candidates if c.endpoint != without]
             candidates, reserve = (others, reserve) if others else (reserve or candidates, [])
-        order, reason, budget_s = self.policy.choose(Request(chain, now), candidates, self._rng)
+        # All named tuples of this path are made so: without the call that checks their fields' names.
+        request = tuple.__new__(Request, (chain, now))
+        order, reason, budget_s = self.policy.choose(request, candidates, self._rng)
         best = order[0]
         candidates += reserve
         origin_s = inf
@@ -130,7 +132,6 @@ class Router:
         local: list[str] = []
         for c in (*order[1:], *reserve) if reserve else order[1:]:
             (local if c.local else remote).append(c.endpoint)
-        # As all named tuples of this path are made: without the call that checks their fields' names.
         decision = tuple.__new__(
             Decision,
             (
