@@ -81,11 +81,16 @@ class Faults:
 
         async def counted(message: Message) -> None:
             nonlocal parts
-            if self.break_after is not None and message["type"] == "http.response.body":
+            if self.break_after is None or message["type"] != "http.response.body":
+                await send(message)
+                return
+            # events may come together, and are counted one by one
+            pieces = message.get("body", b"").split(b"\n\n")
+            for piece in [*(piece + b"\n\n" for piece in pieces[:-1]), pieces[-1]]:
                 parts += 1
                 if parts > self.break_after:
                     raise ConnectionAbortedError("told to break")
-            await send(message)
+                await send({**message, "body": piece, "more_body": True})
 
         return counted
 
@@ -153,6 +158,7 @@ class NodeUnderTest:
     url: str
     servers: contextlib.AsyncExitStack
     engine_server: contextlib.AsyncExitStack
+    sidecar_server: contextlib.AsyncExitStack
 
 
 @dataclass
@@ -226,6 +232,7 @@ async def start_node(
     kind: str = "vllm",
     make_engine: EngineMaker = one_engine,
     patience_s: float = 0.5,
+    secret: str = "",
 ) -> NodeUnderTest:
     """An engine, its sidecar, and both their servers, until the stack ends."""
     engine, app = await make_engine(stack, name, folder)
@@ -250,7 +257,7 @@ async def start_node(
                 prefill_tokens_per_s=2000,
                 load_probe_s=0.05,
             ),
-            domain=DomainConfig(model=MODEL, tokenizer="emulator"),
+            domain=DomainConfig(model=MODEL, tokenizer="emulator", secret=secret),
             peers=tuple(
                 PeerConfig(node=peer, gossip=Address(port=port)) for peer, port in ports.items() if peer != name
             ),
@@ -260,9 +267,12 @@ async def start_node(
     )
     await stack.enter_async_context(sidecar.running())
     sidecar_faults = Faults(sidecar.app)
-    await servers.enter_async_context(served(sidecar_faults, listener))
+    sidecar_server = await servers.enter_async_context(contextlib.AsyncExitStack())
+    await sidecar_server.enter_async_context(served(sidecar_faults, listener))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    return NodeUnderTest(name, engine, engine_faults, sidecar, sidecar_faults, url, servers, engine_server)
+    return NodeUnderTest(
+        name, engine, engine_faults, sidecar, sidecar_faults, url, servers, engine_server, sidecar_server
+    )
 
 
 def run_pair(
@@ -272,14 +282,15 @@ def run_pair(
     kind: str = "vllm",
     make_engine: EngineMaker = one_engine,
     patience_s: float = 0.5,
+    secret: str = "",
 ) -> None:
     """Run `test` against two acquainted nodes; `kind` and `make_engine` are the second one's."""
 
     async def main() -> None:
         ports = {"node-1": udp_port(), "node-2": udp_port()}
         async with contextlib.AsyncExitStack() as stack:
-            one = await start_node(stack, "node-1", ports, folder, policy, patience_s=patience_s)
-            two = await start_node(stack, "node-2", ports, folder, policy, kind, make_engine, patience_s)
+            one = await start_node(stack, "node-1", ports, folder, policy, patience_s=patience_s, secret=secret)
+            two = await start_node(stack, "node-2", ports, folder, policy, kind, make_engine, patience_s, secret)
             await until(lambda: bool(one.sidecar.node.endpoint_url("node-2/0")))
             await until(lambda: bool(two.sidecar.node.endpoint_url("node-1/0")))
             client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))

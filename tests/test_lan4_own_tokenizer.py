@@ -9,10 +9,9 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 from prefixroute_lan4.own_tokenizer import CHECKED_PROMPTS, OwnTokenizer
-from prefixroute_lan4.tokens import PromptReader
+from prefixroute_lan4.tokens import PromptReader, read_body
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from prefixroute.errors import UsageError
@@ -39,12 +38,12 @@ class Engine:
         self.asked: list[str] = []
         self.up = True
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content)
+    async def answer(self, question: bytes) -> bytes | None:
+        body = json.loads(question)
         if not self.up:
-            return httpx.Response(500)
+            return None
         self.asked.append(body["prompt"])
-        return httpx.Response(200, json={"tokens": self.read(body["prompt"])})
+        return json.dumps({"tokens": self.read(body["prompt"])}).encode()
 
 
 def right(text: str) -> list[int]:
@@ -55,9 +54,9 @@ def read(engine: Engine, own: OwnTokenizer, *payloads: dict[str, object]) -> lis
     """What a reader with a copy makes of the payloads."""
 
     async def all_of_them() -> list[array[int] | None]:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(engine)) as client:
-            reader = PromptReader(client, "http://engine", "m", own)
-            return [(await reader.read(payload, chat=False)).tokens for payload in payloads]
+        reader = PromptReader(engine.answer, "m", own)
+        bodies = [read_body(json.dumps(payload).encode()) for payload in payloads]
+        return [(await reader.read(body, chat=False)).tokens for body in bodies]
 
     return asyncio.run(all_of_them())
 

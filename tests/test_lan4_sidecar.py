@@ -79,8 +79,8 @@ def test_a_peer_that_does_not_answer_costs_no_answer(folder: Path, fault: str) -
     async def test(pair: Pair) -> None:
         await pair.warm()
         faults = pair.two.sidecar_faults
-        if fault == "down":
-            await pair.two.servers.aclose()
+        if fault == "down":  # the engine beside it must not be: such a node says itself that it cannot serve
+            await pair.two.sidecar_server.aclose()
         elif fault == "hang":
             faults.hang = True
         elif fault.startswith("status"):
@@ -228,6 +228,52 @@ def test_a_prompt_is_tokenised_once(folder: Path) -> None:
         assert pair.one.engine_faults.paths["/tokenize"] == 1
 
     run_pair(test, folder)
+
+
+def test_a_forwarded_text_is_not_tokenised_again_by_a_peer_that_shares_the_secret(folder: Path) -> None:
+    async def test(pair: Pair) -> None:
+        await pair.warm()
+        asked = pair.two.engine_faults.paths
+        for tail, times in (("a", 2), ("b", 2), ("c", 2)):  # the warm-up, and the first forward, which learns
+            reply = await pair.ask(pair.one, f"{PREFIX} {tail}")
+            assert reply.headers["x-prefixroute-target"] == "node-2/0"
+            assert reply.json()["usage"]["prompt_tokens"] == len(encode(f"{PREFIX} {tail}"))
+            assert asked["/tokenize"] == times
+        calls = pair.two.sidecar_faults.calls
+        assert ["x-prefixroute-tokens" in call for call in calls] == [False, False, True, True]
+        assert not any("x-prefixroute-tokens" in call for call in pair.two.engine_faults.calls)
+        node = pair.two.sidecar.node
+        rows = {row.endpoint: row.accuracy for row in node.stats(pair.two.sidecar.driver.now()).endpoints}
+        assert rows["node-2/0"].high == 0
+        # ids are as quickly read, so they are not carried
+        await pair.ask(pair.one, encode(f"{PREFIX} d"))
+        assert "x-prefixroute-tokens" not in calls[-1]
+
+    run_pair(test, folder, secret="s")
+
+
+def test_without_a_secret_no_tokens_are_carried(folder: Path) -> None:
+    async def test(pair: Pair) -> None:
+        await pair.warm()
+        for tail in ("a", "b"):
+            assert (await pair.ask(pair.one, f"{PREFIX} {tail}")).headers["x-prefixroute-target"] == "node-2/0"
+        assert not any("x-prefixroute-tokens" in call for call in pair.two.sidecar_faults.calls)
+
+    run_pair(test, folder)
+
+
+def test_tokens_that_a_client_claims_are_not_believed(folder: Path) -> None:
+    async def test(pair: Pair) -> None:
+        body = json.dumps({"model": MODEL, "prompt": "one two three", "max_tokens": 1}).encode()
+        claimed = body + bytes(4 * 500)
+        for hop in ({"x-prefixroute-hop": "1"}, {}):
+            headers = {"x-prefixroute-tokens": f"{len(body)}-{'0' * 32}", **hop}
+            reply = await pair.client.post(f"{pair.one.url}/v1/completions", content=claimed, headers=headers)
+            assert reply.status_code == (200 if hop else 400)
+        assert pair.one.engine_faults.paths["/tokenize"] == 1
+        assert reply.json()["error"]["message"].startswith("the body is not JSON")
+
+    run_pair(test, folder, secret="s")
 
 
 def test_a_client_that_leaves_frees_the_engine(folder: Path) -> None:

@@ -29,6 +29,7 @@ REFUSAL: Final = "the engine answered 503"
 
 _MAX_PAGE_BYTES: Final = 8 << 20
 
+_NAME: Final = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
 _LINE: Final = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
 _LABEL: Final = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ESCAPE: Final = re.compile(r"\\(.)")
@@ -95,8 +96,12 @@ class HttpProbe(ABC):
 def parse_samples(page: str, wanted: Container[str]) -> Iterator[Sample]:
     """Yield the samples of a Prometheus page that matter here: wanted, finite and not negative. O(page)."""
     for line in page.splitlines():
+        # Of a thousand lines a handful matters: their names are looked at before the rest is.
+        name = _NAME.match(line)
+        if name is None or name[0] not in wanted:
+            continue
         match = _LINE.match(line)
-        if match is None or match[1] not in wanted:
+        if match is None:
             continue
         try:
             value = float(match[3])

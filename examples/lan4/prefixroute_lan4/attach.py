@@ -43,6 +43,9 @@ log = logging.getLogger("prefixroute.sidecar")
 RESYNC_PAUSE_S = 60.0
 """Between two readings anew of one stream: an engine that never tells some removals would else replay for ever."""
 
+TROUBLED_PROBE_S = 0.5
+"""How often an engine is asked for its load, at least, while it does not answer or refuses."""
+
 GONE = "the engine does not answer"
 
 _REFUSED, _SERVER_ERROR = 503, 500
@@ -71,6 +74,7 @@ class Attachment:
         """How the engine is asked to report, once it is known to do so."""
         self._change = Change()
         self._up = self._was_up = False
+        self._ask_now = asyncio.Event()
         self._silent = False
         self._add(0, now)
 
@@ -100,6 +104,10 @@ class Attachment:
             self._refused_until.pop(target, None)
         if status == httpx.codes.OK and target in self._followers:
             self._followers[target].note_finished(prompt_tokens)
+
+    def doubt(self) -> None:
+        """An attempt at the engine broke: look at once whether it is still there."""
+        self._ask_now.set()
 
     def before_call(self, path: str) -> Mapping[str, int] | None:
         """What `called` wants to know of the time before a call that is passed to the engine; None for most calls."""
@@ -220,8 +228,14 @@ class Attachment:
     # --- load ----------------------------------------------------------------------------------------------
 
     async def _ask_load(self) -> None:
-        """Tell the node how loaded each rank is, as often as configured, for ever."""
+        """Tell the node how loaded each rank is, for ever.
+
+        An engine in good health is asked as often as configured: what this node sends there it counts itself. One in
+        trouble is asked more often, and one that has just broken a connection at once.
+        """
+        loop = asyncio.get_running_loop()
         while True:
+            self._ask_now.clear()
             loads = await self._probe.read_all()
             if loads and not self._up:
                 self._up = self._was_up = True
@@ -233,7 +247,14 @@ class Attachment:
                 loads = dict.fromkeys(self.endpoints.values(), LoadReport(refusing=True, reason=GONE))
             for rank, load in (loads or {}).items():
                 self._take_load(rank, load)
-            await asyncio.sleep(self.config.load_probe_s)
+            well = loads and not any(load.refusing for load in loads.values())
+            pause = self.config.load_probe_s if well else min(self.config.load_probe_s, TROUBLED_PROBE_S)
+            # Not wait_for: before Python 3.12 it may swallow a cancellation that comes with the call.
+            alarm = loop.call_later(pause, self._ask_now.set)
+            try:
+                await self._ask_now.wait()
+            finally:
+                alarm.cancel()
 
     async def _gone(self) -> bool:
         """True when nobody listens where the engine did: unlike a slow one it cannot be waited for."""

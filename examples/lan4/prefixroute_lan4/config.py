@@ -57,6 +57,7 @@ class EngineConfig(_Strict, frozen=True, kw_only=True):
     Without `events` the engine is asked (vLLM >= 0.31, SGLang where it publishes over tcp).
     `prefill_tokens_per_s` is its speed where it is known; 0 lets the node learn it from answers. `tokenizer_file` is a
     copy of its ``tokenizer.json``, or the folder of it, to read prompts here instead of asking the engine.
+    `load_probe_s`: seconds between two looks at its load; one in trouble is looked at every half second.
     """
 
     url: str
@@ -68,7 +69,7 @@ class EngineConfig(_Strict, frozen=True, kw_only=True):
     ranks: int = 1
     prefill_tokens_per_s: float = 0.0
     tokenizer_file: str = ""
-    load_probe_s: float = 0.5
+    load_probe_s: float = 2.0
 
     def __post_init__(self) -> None:
         if self.kind not in ENGINE_KINDS:

@@ -25,19 +25,22 @@ Rules:
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-import httpx
 import msgspec
-from starlette.responses import Response, StreamingResponse
+from starlette.types import Send
 
 from prefixroute import Decision, LoadReport, Node, Outcome, OutcomeKind
 
+from . import client
 from .attach import Attachment
+from .carried import TOKENS_HEADER, Carrier
 from .config import TimeoutConfig
+from .door import Reply, begin_reply, error_reply, send_piece, send_reply
 from .kinds import without_rank
 from .sse import Diverged, StreamLedger, UpstreamBroke
 from .upstream import (
@@ -49,8 +52,6 @@ from .upstream import (
     begin,
     cached_in_body,
     check_answered,
-    error_reply,
-    events_of,
     failed,
     load_of,
     outcome_of,
@@ -66,13 +67,18 @@ _KEPT_REPLY_HEADERS = ("x-request-id", "retry-after")
 
 @dataclass(slots=True)
 class Site:
-    """What all exchanges of a sidecar share: the node, its clock, the local engine, and how to reach others."""
+    """What all exchanges of a sidecar share: the node, its clock, the local engine, and how to reach others.
+
+    `readers` are the peers that read the tokens that a forward carries.
+    """
 
     node: Node
     now: Callable[[], float]
-    client: httpx.AsyncClient
+    client: client.Client
     engine: Attachment
     timeouts: TimeoutConfig
+    carrier: Carrier
+    readers: set[str] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -86,13 +92,14 @@ class Site:
 
 
 class Call(NamedTuple):
-    """A client's request as it is sent on. `forwarded`: it came from a peer."""
+    """A client's request as it is sent on. `forwarded`: it came from a peer; `tokens`: what no peer need read again."""
 
     path: str
     body: bytes
     headers: Sequence[tuple[str, str]]
     streamed: bool
     forwarded: bool
+    tokens: array[int] | None
 
 
 class Exchange:
@@ -108,23 +115,24 @@ class Exchange:
         self._budget_s = decision.budget_s
         self._settled = False
 
-    async def respond(self) -> Response:
-        """The answer of the first engine that gives one; an error reply when all have failed."""
+    async def respond(self, send: Send) -> None:
+        """Send the answer of the first engine that gives one; an error reply when all have failed."""
         try:
             answer, sorry = await self._open_next()
             if answer is None:
-                return sorry
-            if answer.chunks is None:
+                await send_reply(send, sorry)
+            elif answer.cutter is None:
                 self._report_served(answer, cached_in_body(answer))
-                return Response(answer.body, answer.status, self._headers(answer))
-            return StreamingResponse(self._stream(answer), 200, self._headers(answer))
-        except BaseException:
+                await send_reply(send, Reply(answer.status, answer.body, answer.media_type, self._headers(answer)))
+            else:
+                await begin_reply(send, 200, answer.media_type, self._headers(answer))
+                await self._stream(answer, send)
+        finally:
             self._cancel()
-            raise
 
     # --- attempts ------------------------------------------------------------------------------------------
 
-    async def _open_next(self) -> tuple[Answer | None, Response]:
+    async def _open_next(self) -> tuple[Answer | None, Reply]:
         """Ask the current target, then its fallbacks; the last failure's reply when none is left."""
         reply = error_reply(502, "no engine answered")
         while self._target is not None:
@@ -137,95 +145,110 @@ class Exchange:
 
     async def _open(self, target: str) -> Answer:
         """Send the request to `target` and wait for its first event."""
-        response: httpx.Response | None = None
+        upstream: client.Reply | None = None
         try:
-            response = await self._site.client.send(self._request(target), stream=True)
-            answer = await begin(target, response)
+            upstream = await self._send(target)
+            answer = await begin(target, upstream)
             self._note_status(target, answer.status)
             return check_answered(answer)
-        except httpx.TimeoutException as error:
-            await _close(response)
-            raise failed(Outcome.timed_out(), f"{target} timed out ({type(error).__name__})", 504) from error
-        except (httpx.HTTPError, ValueError) as error:
-            await _close(response)
-            raise failed(Outcome.failed(_describe(error)), f"{target}: {_describe(error)}", 502) from error
+        except client.TimedOut as error:
+            _close(upstream)
+            raise failed(Outcome.timed_out(), f"{target} timed out: {error}", 504) from error
+        except (client.HttpError, ValueError) as error:
+            _close(upstream)
+            if target in self._site.endpoints:
+                self._site.engine.doubt()
+            raise failed(Outcome.failed(str(error)), f"{target}: {error}", 502) from error
         except BaseException:
-            await _close(response)
+            _close(upstream)
             raise
 
     def _note_status(self, target: str, status: int) -> None:
         if target in self._site.endpoints:
             self._site.engine.answered(target, status, self._decision.prompt_tokens)
 
-    def _request(self, target: str) -> httpx.Request:
-        site, call = self._site, self._call
-        local = target in site.endpoints
-        if local:
-            url = site.engine.config.url
-            headers, body = site.engine.aimed(target, call.headers, call.body)
-            timeout = httpx.Timeout(None, connect=site.timeouts.connect_s)
-        else:
-            url = site.node.endpoint_url(target)
-            headers, body = [*without_rank(call.headers), (HOP_HEADER, "1")], call.body
-            if self._budget_s < inf:
-                headers.append((BUDGET_HEADER, f"{1000 * self._budget_s:.3f}"))
-            patience = site.timeouts.stream_s if call.streamed else site.timeouts.whole_s
-            timeout = httpx.Timeout(patience, connect=site.timeouts.connect_s)
-        site.count("local" if local else "forwarded")
-        return site.client.build_request("POST", url + call.path, content=body, headers=headers, timeout=timeout)
+    async def _send(self, target: str) -> client.Reply:
+        site, call, connect_s = self._site, self._call, self._site.timeouts.connect_s
+        if target in site.endpoints:
+            site.count("local")
+            aimed, body = site.engine.aimed(target, call.headers, call.body)
+            return await site.client.post(site.engine.config.url, call.path, aimed, body, connect_s=connect_s)
+        site.count("forwarded")
+        headers, body = [*without_rank(call.headers), (HOP_HEADER, "1")], call.body
+        if self._budget_s < inf:
+            headers.append((BUDGET_HEADER, f"{1000 * self._budget_s:.3f}"))
+        peer = target.partition("/")[0]
+        if peer in site.readers:
+            body, told = site.carrier.pack(body, call.tokens)
+            headers += [(TOKENS_HEADER, told)] if told else []
+        patience = site.timeouts.stream_s if call.streamed else site.timeouts.whole_s
+        url = site.node.endpoint_url(target)
+        upstream = await site.client.post(url, call.path, headers, body, connect_s=connect_s, read_s=patience)
+        # A peer that says nothing of it may be of an older version, to which such a body is no JSON.
+        (site.readers.add if TOKENS_HEADER in upstream.headers else site.readers.discard)(peer)
+        return upstream
 
     # --- streams -------------------------------------------------------------------------------------------
 
-    async def _stream(self, answer: Answer) -> AsyncIterator[bytes]:
+    async def _stream(self, answer: Answer, send: Send) -> None:
         """Pass events on, from the next fallback when an upstream dies, until the answer is whole."""
         ledger = StreamLedger()
         current: Answer | None = answer
         try:
             while current is not None:
-                try:
-                    async for event in events_of(current):
-                        kept = ledger.accept(event)
-                        if ledger.text or ledger.done:
-                            self._note_first_token()
-                        if kept is not None:
-                            yield kept
-                    if ledger.done:
-                        self._report_served(current, ledger.cached_tokens)
-                        return
-                    outcome = Outcome.failed("the stream ended early")
-                except httpx.TimeoutException:
-                    outcome = Outcome.timed_out()
-                except UpstreamBroke as error:
-                    self._note_status(current.target, error.status)
-                    outcome = outcome_of(error.status, _describe(error))
-                except (httpx.HTTPError, ValueError) as error:
-                    outcome = Outcome.failed(_describe(error))
-                finally:
-                    await _close(current.response)
+                outcome = await self._pass_on(current, ledger, send)
+                if outcome is None:
+                    self._report_served(current, ledger.cached_tokens)
+                    await send_piece(send, b"", more=False)
+                    return
                 self._report_failure(outcome)
                 self._site.count("resumed")
                 current, _ = await self._open_next()
                 ledger.restart()
-            yield _error_event("no engine could finish the answer")
+            await send_piece(send, _error_event("no engine could finish the answer"), more=False)
         except Diverged as error:
             self._site.count("diverged")
             if current is not None:
-                await _close(current.response)
-            yield _error_event(f"the answer was broken off: {error}")
+                current.upstream.close()
+            await send_piece(send, _error_event(f"the answer was broken off: {error}"), more=False)
+
+    async def _pass_on(self, answer: Answer, ledger: StreamLedger, send: Send) -> Outcome | None:
+        """Pass on one upstream's events; how it failed, None when its answer is whole. Raises Diverged."""
+        assert answer.cutter is not None
+        events: Iterable[bytes] = answer.events or ()
+        try:
+            while True:
+                passed, broken = _accepted(ledger, events)
+                if self._ttft_s is None and (ledger.has_text or ledger.done):
+                    self._note_first_token()
+                if passed:
+                    await send_piece(send, passed)
+                if broken is not None:
+                    raise broken
+                data = await answer.upstream.chunk()
+                if not data:
+                    return None if ledger.done else Outcome.failed("the stream ended early")
+                events = answer.cutter.feed(data)
+        except client.TimedOut:
+            return Outcome.timed_out()
+        except UpstreamBroke as error:
+            self._note_status(answer.target, error.status)
+            return outcome_of(error.status, str(error))
+        except (client.HttpError, ValueError) as error:
+            return Outcome.failed(str(error))
         finally:
-            self._cancel()
+            answer.upstream.close()
 
     def _note_first_token(self) -> None:
-        if self._ttft_s is None:
-            self._ttft_s = time.perf_counter() - self._began
-            self._site.node.first_token(self._decision, self._site.now())
+        self._ttft_s = time.perf_counter() - self._began
+        self._site.node.first_token(self._decision, self._site.now())
 
     # --- reports -------------------------------------------------------------------------------------------
 
     def _report_served(self, answer: Answer, cached: int | None) -> None:
         if answer.status == 200:
             asked = answer.served_by == answer.target
-            load = None if answer.target in self._site.endpoints or not asked else load_of(answer.response)
+            load = None if answer.target in self._site.endpoints or not asked else load_of(answer.upstream)
             self._report(Outcome.served(cached_tokens=cached if asked else None, ttft_s=self._ttft_s, load=load))
             self._settled = True
         else:
@@ -248,16 +271,31 @@ class Exchange:
     def _report(self, outcome: Outcome) -> str | None:
         return self._site.node.report(self._decision, outcome, self._site.now(), endpoint=self._target)
 
-    def _headers(self, answer: Answer) -> dict[str, str]:
-        site, decision, told = self._site, self._decision, answer.response.headers
-        headers = {name: told[name] for name in _KEPT_REPLY_HEADERS if name in told}
-        headers["content-type"] = answer.media_type
-        headers[TARGET_HEADER] = answer.served_by
-        headers[REASON_HEADER] = _header_text(decision.reason)
-        headers[MATCHED_HEADER] = str(decision.matched_tokens)
-        if self._call.forwarded and answer.target in site.endpoints:
-            headers[LOAD_HEADER] = _header_text(dump_load(site.node.load(answer.target, site.now())))
-        return headers
+    def _headers(self, answer: Answer) -> tuple[tuple[str, str], ...]:
+        site, decision, told = self._site, self._decision, answer.upstream.headers
+        headers = [(name, told[name]) for name in _KEPT_REPLY_HEADERS if name in told]
+        headers.append((TARGET_HEADER, answer.served_by))
+        headers.append((REASON_HEADER, _header_text(decision.reason)))
+        headers.append((MATCHED_HEADER, str(decision.matched_tokens)))
+        if self._call.forwarded:
+            headers.append((TOKENS_HEADER, "read"))
+            if answer.target in site.endpoints:
+                load = site.node.load(answer.target, site.now())
+                headers.append((LOAD_HEADER, _header_text(dump_load(load))))
+        return tuple(headers)
+
+
+def _accepted(ledger: StreamLedger, events: Iterable[bytes]) -> tuple[bytes, Diverged | UpstreamBroke | None]:
+    """What to pass on of events that came together, and what ended them early."""
+    passed = []
+    try:
+        for event in events:
+            kept = ledger.accept(event)
+            if kept is not None:
+                passed.append(kept)
+    except (Diverged, UpstreamBroke) as error:
+        return b"".join(passed), error
+    return b"".join(passed), None
 
 
 def dump_load(load: LoadReport) -> str:
@@ -265,12 +303,15 @@ def dump_load(load: LoadReport) -> str:
     return msgspec.json.encode(load).decode()
 
 
-def declined_reply(load: LoadReport, matched_tokens: int) -> Response:
+def declined_reply(load: LoadReport, matched_tokens: int) -> Reply:
     """What a peer is told whose prompt would take longer here than its budget."""
     reply = error_reply(503, "it would take longer here than the budget")
-    reply.headers[DECLINED_HEADER] = str(matched_tokens)
-    reply.headers[LOAD_HEADER] = _header_text(dump_load(load))
-    return reply
+    told = (
+        (DECLINED_HEADER, str(matched_tokens)),
+        (LOAD_HEADER, _header_text(dump_load(load))),
+        (TOKENS_HEADER, "read"),
+    )
+    return reply._replace(headers=told)
 
 
 def budget_of(text: str | None) -> float:
@@ -282,13 +323,9 @@ def budget_of(text: str | None) -> float:
     return budget_s if budget_s >= 0 else inf
 
 
-async def _close(response: httpx.Response | None) -> None:
-    if response is not None:
-        await response.aclose()
-
-
-def _describe(error: Exception) -> str:
-    return str(error) or type(error).__name__
+def _close(upstream: client.Reply | None) -> None:
+    if upstream is not None:
+        upstream.close()
 
 
 def _header_text(text: str) -> str:

@@ -28,47 +28,39 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from math import inf
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
-import msgspec
 import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from prefixroute import Decision, EndpointStats, Node, metrics
+from prefixroute import Decision, EndpointStats, Node
 from prefixroute.aio import Driver
 from prefixroute.errors import UsageError
 from prefixroute.events import NodeEvent
 
 from .attach import Attachment
+from .carried import TOKENS_HEADER, Carrier
+from .client import KEEPALIVE_S, Client, HttpError
 from .config import SidecarConfig, load_config, make_policy
+from .door import Gone, body_of, error_reply, headers_of, path_of, send_reply, unless_gone
 from .exchange import BUDGET_HEADER, HOP_HEADER, Call, Exchange, Site, budget_of, declined_reply
 from .measure import quantile
 from .own_tokenizer import OwnTokenizer
+from .pages import pages_of, request_headers
 from .sockets import open_gossip, open_listener
-from .tokens import Prompt, PromptReader
-from .upstream import error_reply
+from .tokens import TOKENIZE_TIMEOUT_S, Prompt, PromptReader, read_body
 
 log = logging.getLogger("prefixroute.sidecar")
 
 _KEPT_DECISIONS = 256
 _KEPT_TIMES = 100_000
-_CLIENT_GONE = 499
-# Below the five seconds after which uvicorn closes an idle connection, so that none is reused while it closes.
-_KEEPALIVE_S = 2.0
-_DROPPED_REQUEST_HEADERS = frozenset(
-    (
-        *("host", "content-length", "connection", "transfer-encoding", "accept-encoding", "keep-alive"),
-        *(HOP_HEADER, BUDGET_HEADER),
-    )
-)
-_T = TypeVar("_T")
+_ROUTED = {"/v1/completions": False, "/v1/chat/completions": True}
+"""Path -> whether it is a chat."""
+_JSON_HEADERS = (("content-type", "application/json"),)
 
 
 class Sidecar:
@@ -91,17 +83,7 @@ class Sidecar:
         self._explained: deque[Decision] = deque(maxlen=_KEPT_DECISIONS)
         self._decision_us: deque[float] = deque(maxlen=_KEPT_TIMES)
         self._began = now
-        self.app = Starlette(
-            routes=[
-                Route("/v1/completions", self._completions, methods=["POST"]),
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/prefixroute/explain", self._explain),
-                Route("/prefixroute/stats", self._stats),
-                Route("/metrics", self._metrics),
-                Route("/health", self._health),
-                Route("/{path:path}", self._pass_through, methods=["GET", "POST", "DELETE", "PUT"]),
-            ]
-        )
+        self._pages = pages_of(self)
 
     # --- life ----------------------------------------------------------------------------------------------
 
@@ -111,15 +93,17 @@ class Sidecar:
         config = self.config
         own = OwnTokenizer(config.engine.tokenizer_file) if config.engine.tokenizer_file else None
         self.transport = await open_gossip(config.gossip)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEEPALIVE_S)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_S)
         async with (
-            httpx.AsyncClient(limits=limits, trust_env=False) as client,
+            httpx.AsyncClient(limits=limits, trust_env=False) as self.http,
+            Client() as client,
             Driver(self.node, self.transport, on_event=_log_event, clock=time.monotonic) as driver,
         ):
             self.driver = driver
-            self.engine.connect(client, driver)
-            self._site = Site(self.node, driver.now, client, self.engine, config.timeouts)
-            self._prompts = PromptReader(client, config.engine.url, config.domain.model, own)
+            self.engine.connect(self.http, driver)
+            carrier = Carrier(config.prefix_domain)
+            self._site = Site(self.node, driver.now, client, self.engine, config.timeouts, carrier)
+            self._prompts = PromptReader(self._tokenize, config.domain.model, own)
             tasks = [asyncio.create_task(work) for work in (*self.engine.work(), driver.wait())]
             for task in tasks:
                 task.add_done_callback(_complain)
@@ -133,33 +117,50 @@ class Sidecar:
 
     # --- requests ------------------------------------------------------------------------------------------
 
-    async def _completions(self, request: Request) -> Response:
-        return await self._route(request, chat=False)
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application: the two routed paths here, all others in `pages`."""
+        chat = _ROUTED.get(scope.get("path", ""))
+        if chat is None or scope["type"] != "http" or scope["method"] != "POST":
+            await self._pages(scope, receive, send)
+            return
+        with contextlib.suppress(Gone):
+            body = await body_of(receive)
+            await unless_gone(receive, self._route(scope, body, chat, send))
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._route(request, chat=True)
-
-    async def _route(self, request: Request, chat: bool) -> Response:
-        body = await request.body()
+    async def _route(self, scope: Scope, body: bytes, chat: bool, send: Send) -> None:
+        headers = headers_of(scope)
+        told = dict(headers)
+        forwarded = HOP_HEADER in told
+        carried = self._site.carrier.unpack(body, told.get(TOKENS_HEADER) if forwarded else None)
         try:
-            payload = msgspec.json.decode(body)
-        except msgspec.DecodeError as error:
-            return error_reply(400, f"the body is not JSON: {error}")
-        if not isinstance(payload, dict):
-            return error_reply(400, "the body must be a JSON object")
-        reply = await _unless_gone(request, self._answer(request, body, payload, chat))
-        return reply or Response(status_code=_CLIENT_GONE)
-
-    async def _answer(self, request: Request, body: bytes, payload: dict[str, Any], chat: bool) -> Response:
-        forwarded = HOP_HEADER in request.headers
-        prompt = await self._prompts.read(payload, chat)
-        decision = self._decide(prompt, forwarded, budget_of(request.headers.get(BUDGET_HEADER)))
+            request = read_body(carried.body)
+        except ValueError as error:
+            await send_reply(send, error_reply(400, str(error)))
+            return
+        prompt = await self._prompts.read(request, chat, carried.tokens)
+        decision = self._decide(prompt, forwarded, budget_of(told.get(BUDGET_HEADER)))
         if decision.declined:
             # Of the rank that would be quickest: whichever one was asked is no better.
-            return declined_reply(self.node.load(decision.target, self.driver.now()), decision.matched_tokens)
-        query = f"?{request.url.query}" if request.url.query else ""
-        call = Call(request.url.path + query, body, _request_headers(request), bool(payload.get("stream")), forwarded)
-        return await Exchange(self._site, call, decision).respond()
+            load = self.node.load(decision.target, self.driver.now())
+            await send_reply(send, declined_reply(load, decision.matched_tokens))
+            return
+        sent_on = request_headers(headers)
+        carry = prompt.tokens if prompt.was_text else None  # ids are read as quickly as they are proved
+        call = Call(path_of(scope), carried.body, sent_on, bool(request.stream), forwarded, carry)
+        await Exchange(self._site, call, decision).respond(send)
+
+    async def _tokenize(self, body: bytes) -> bytes | None:
+        """The engine's answer to what a text's tokens are."""
+        url, connect_s = self.config.engine.url, self.config.timeouts.connect_s
+        try:
+            reply = await self._site.client.post(
+                url, "/tokenize", _JSON_HEADERS, body, connect_s=connect_s, read_s=TOKENIZE_TIMEOUT_S
+            )
+            with contextlib.closing(reply):
+                read = await reply.read()
+        except HttpError:
+            return None
+        return read if reply.status == 200 else None
 
     def _decide(self, prompt: Prompt, forwarded: bool, budget_s: float) -> Decision:
         # Unrouted means that nothing leaves, whatever happens: push-back and failures would else send work away.
@@ -178,36 +179,11 @@ class Sidecar:
             self._explained.append(decision)
         return decision
 
-    async def _pass_through(self, request: Request) -> Response:
-        """Whatever is not routed is the engine's to answer; a call that empties its cache counts at once."""
-        path, body = request.url.path, await request.body()
-        before = self.engine.before_call(path)
-        url = httpx.URL(self.config.engine.url + request.url.path, query=request.url.query.encode())
-        try:
-            reply = await self._site.client.request(
-                request.method, url, content=body, headers=_request_headers(request), timeout=30.0
-            )
-        except httpx.HTTPError as error:
-            return error_reply(502, f"the engine does not answer: {error}")
-        if before is not None and reply.is_success:
-            self.engine.called(path, request.query_params, body, reply.content, before)
-        return Response(reply.content, reply.status_code, media_type=reply.headers.get("content-type"))
-
     # --- introspection -------------------------------------------------------------------------------------
 
-    async def _explain(self, request: Request) -> Response:
-        try:
-            last = int(request.query_params.get("last", "1"))
-        except ValueError:
-            return error_reply(400, "last must be a whole number")
-        decisions = list(self._explained)[-last:] if last > 0 else []
-        explanations = [self.node.explain(decision) for decision in decisions]
-        if request.query_params.get("format") == "text":
-            return PlainTextResponse("\n\n".join(explanation.text() for explanation in explanations) + "\n")
-        return _json({"decisions": [explanation.to_dict() for explanation in explanations]})
-
-    async def _stats(self, request: Request) -> Response:
-        return _json(self.stats(samples=request.query_params.get("samples") == "1"))
+    def explained(self, last: int) -> list[Decision]:
+        """The last decisions, oldest first."""
+        return list(self._explained)[-last:] if last > 0 else []
 
     def stats(self, samples: bool = False) -> dict[str, Any]:
         """Everything countable, JSON-able; with `samples` every decision time instead of two quantiles only."""
@@ -237,44 +213,9 @@ class Sidecar:
             "state": {**state._asdict(), "endpoints": [_endpoint(row) for row in state.endpoints]},
         }
 
-    async def _metrics(self, request: Request) -> Response:
-        body = metrics.render(self.node, self.driver.now())
-        return Response(body, media_type="text/plain; version=0.0.4")
-
-    async def _health(self, request: Request) -> Response:
-        return _json({"status": "ok", "node": self.config.node})
-
 
 def _endpoint(row: EndpointStats) -> dict[str, Any]:
     return {**row._asdict(), "accuracy": {**row.accuracy._asdict(), "compared": row.accuracy.compared}}
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-def _request_headers(request: Request) -> list[tuple[str, str]]:
-    """The client's headers as they are sent on; the body must come back as it is, so no compression."""
-    kept = [(name, value) for name, value in request.headers.items() if name not in _DROPPED_REQUEST_HEADERS]
-    return [*kept, ("accept-encoding", "identity")]
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T | None:
-    """The result of `work`, or None after cancelling it because the client went away."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_until_gone(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for unfinished in (task, gone):
-            unfinished.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _wait_until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _complain(task: asyncio.Task[None]) -> None:
@@ -294,6 +235,8 @@ async def serve(config: SidecarConfig) -> None:
         async with sidecar.running():
             settings = uvicorn.Config(
                 sidecar.app,
+                interface="asgi3",
+                proxy_headers=False,
                 log_level="warning",
                 access_log=False,
                 lifespan="off",

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-import httpx
 import msgspec
 import xxhash
 from cachetools import LRUCache
@@ -25,24 +24,62 @@ from .own_tokenizer import OwnTokenizer
 
 log = logging.getLogger("prefixroute.sidecar")
 
-_CHAT_FIELDS = (
-    "messages",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-    "chat_template",
-    "chat_template_kwargs",
-    "tools",
-)
 _MEMO_PROMPTS = 1024
-_TOKENIZE_TIMEOUT_S = 10.0
+TOKENIZE_TIMEOUT_S = 10.0
+"""How long the engine's answer is worth waiting for."""
+
+Ask = Callable[[bytes], Awaitable[bytes | None]]
+"""Asks the engine's ``POST /tokenize``; None: no answer."""
+
+_NONE = msgspec.Raw()
+
+
+class RequestBody(msgspec.Struct, frozen=True):
+    """What a sidecar reads of a request; what is long stays as it came until somebody wants it.
+
+    Read it with `read_body`. The fields after `cache_salt` are what a prompt is made of.
+    """
+
+    model: Any = None
+    stream: Any = False
+    cache_salt: Any = None
+    prompt: msgspec.Raw = _NONE
+    messages: msgspec.Raw = _NONE
+    add_generation_prompt: msgspec.Raw = _NONE
+    continue_final_message: msgspec.Raw = _NONE
+    add_special_tokens: msgspec.Raw = _NONE
+    chat_template: msgspec.Raw = _NONE
+    chat_template_kwargs: msgspec.Raw = _NONE
+    tools: msgspec.Raw = _NONE
+
+
+_CHAT_FIELDS = tuple(name for name in RequestBody.__struct_fields__[4:])
+_TEXT_FIELDS = ("prompt", "add_special_tokens")
+
+_read_body = msgspec.json.Decoder(RequestBody).decode
+_read_ids = msgspec.json.Decoder(list[int]).decode
+_read_any = msgspec.json.Decoder().decode
+
+
+def read_body(body: bytes) -> RequestBody:
+    """Read a request's body. ValueError says what is wrong with it."""
+    try:
+        return _read_body(body)
+    except msgspec.ValidationError:
+        raise ValueError("the body must be a JSON object") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"the body is not JSON: {error}") from None
 
 
 class Prompt(NamedTuple):
-    """What a request is routed by. `tokens` are 32-bit ids; None: unknown, only load counts."""
+    """What a request is routed by. `tokens` are 32-bit ids; None: unknown, only load counts.
+
+    `was_text`: reading it again would take a tokenizer.
+    """
 
     tokens: array[int] | None
     namespace: Namespace
+    was_text: bool
 
 
 class _Tokenized(msgspec.Struct):
@@ -52,41 +89,51 @@ class _Tokenized(msgspec.Struct):
 class PromptReader:
     """Reads prompts with the engine's tokenizer, and remembers the last ones by their digest."""
 
-    def __init__(self, client: httpx.AsyncClient, engine_url: str, model: str, own: OwnTokenizer | None = None) -> None:
-        self._client = client
-        self._url = f"{engine_url}/tokenize"
+    def __init__(self, ask: Ask, model: str, own: OwnTokenizer | None = None) -> None:
+        self._ask = ask
         self._model = model
         self._own = own
         self._memo: LRUCache[bytes, array[int]] = LRUCache(_MEMO_PROMPTS)
         self._decoder = msgspec.json.Decoder(_Tokenized)
 
-    async def read(self, payload: Mapping[str, Any], chat: bool) -> Prompt:
-        """The prompt of a decoded request body; never raises for what a client may send."""
-        question = _chat_question(payload) if chat else _completion_question(payload)
-        return Prompt(await self._tokens(question), self._namespace(payload))
+    async def read(self, request: RequestBody, chat: bool, known: array[int] | None = None) -> Prompt:
+        """The prompt of a request, whose tokens may be `known`; never raises for what a client may send."""
+        tokens = known if known is not None else await self._tokens(request, chat)
+        return Prompt(tokens, self._namespace(request), chat or _kind(request.prompt) == b'"')
 
-    def _namespace(self, payload: Mapping[str, Any]) -> Namespace:
-        model, salt = payload.get("model"), payload.get("cache_salt")
+    def _namespace(self, request: RequestBody) -> Namespace:
+        model, salt = request.model, request.cache_salt
         adapter = model if isinstance(model, str) and model != self._model else ""
         return Namespace(lora=adapter, salt=salt if isinstance(salt, str) else "")
 
-    async def _tokens(self, question: array[int] | dict[str, Any] | None) -> array[int] | None:
-        if question is None or isinstance(question, array):
-            return question
-        body = msgspec.json.encode({"model": self._model, **question})
+    async def _tokens(self, request: RequestBody, chat: bool) -> array[int] | None:
+        if chat:
+            return await self._remembered(request, _CHAT_FIELDS) if _is_text(request.messages) else None
+        kind = _kind(request.prompt)
+        if kind == b"[":
+            return _token_ids(request.prompt)
+        return await self._remembered(request, _TEXT_FIELDS) if kind == b'"' else None
+
+    async def _remembered(self, request: RequestBody, names: tuple[str, ...]) -> array[int] | None:
+        given = {name: value for name in names if (value := getattr(request, name)) is not _NONE}
+        body = msgspec.json.encode({"model": self._model, **given})
         digest = xxhash.xxh3_128_digest(body)
         tokens = self._memo.get(digest)
         if tokens is None:
-            tokens = await self._read(question, body)
+            tokens = await self._read(request, body, names is _TEXT_FIELDS)
             if tokens is not None:
                 self._memo[digest] = tokens
         return tokens
 
-    async def _read(self, question: dict[str, Any], body: bytes) -> array[int] | None:
-        text, own = question.get("prompt"), self._own
-        if own is None or not isinstance(text, str):
+    async def _read(self, request: RequestBody, body: bytes, text: bool) -> array[int] | None:
+        own = self._own
+        if own is None or not text:
             return await self._ask_engine(body)
-        tokens = await own.read(text, question.get("add_special_tokens") is not False)
+        special = bytes(request.add_special_tokens) != b"false"
+        try:
+            tokens = await own.read(_read_any(request.prompt), special)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
         if own.checking:
             told = await self._ask_engine(body)
             if told is not None and not own.compare(tokens, told):
@@ -96,38 +143,36 @@ class PromptReader:
         return tokens
 
     async def _ask_engine(self, body: bytes) -> array[int] | None:
-        headers = {"content-type": "application/json"}
+        reply = await self._ask(body)
         try:
-            reply = await self._client.post(self._url, content=body, headers=headers, timeout=_TOKENIZE_TIMEOUT_S)
-            if reply.status_code != 200:
-                return None
-            return array("I", self._decoder.decode(reply.content).tokens)
-        except (httpx.HTTPError, msgspec.MsgspecError, OverflowError):
+            return None if reply is None else array("I", self._decoder.decode(reply).tokens)
+        except (msgspec.MsgspecError, OverflowError):
             return None
 
 
-def _completion_question(payload: Mapping[str, Any]) -> array[int] | dict[str, Any] | None:
-    """Token ids as they are, or what to ask the engine; None for several prompts or none."""
-    prompt = payload.get("prompt")
-    if isinstance(prompt, str):
-        return {field: payload[field] for field in ("prompt", "add_special_tokens") if field in payload}
-    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        try:
-            return array("I", prompt)
-        except OverflowError:
-            return None
-    return None
+def _kind(value: msgspec.Raw) -> bytes:
+    """The first byte of a JSON value, which tells its kind; nothing of none."""
+    return bytes(memoryview(value)[:1])
 
 
-def _chat_question(payload: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What to ask the engine; None when a message holds more than text."""
-    messages = payload.get("messages")
-    if not isinstance(messages, list) or not all(_is_text(message) for message in messages):
+def _token_ids(prompt: msgspec.Raw) -> array[int] | None:
+    """A prompt that is token ids already; None for several prompts or none."""
+    try:
+        return array("I", _read_ids(prompt)) or None
+    except (msgspec.MsgspecError, OverflowError):
         return None
-    return {field: payload[field] for field in _CHAT_FIELDS if field in payload}
 
 
-def _is_text(message: object) -> bool:
+def _is_text(messages: msgspec.Raw) -> bool:
+    """False when a message holds more than text."""
+    try:
+        listed = _read_any(messages) if messages else None
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return False
+    return isinstance(listed, list) and all(_has_text(message) for message in listed)
+
+
+def _has_text(message: object) -> bool:
     if not isinstance(message, dict):
         return False
     content = message.get("content")

@@ -8,15 +8,14 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-import httpx
 import msgspec
-from starlette.responses import Response
 
 from prefixroute import LoadReport, Outcome
 
+from . import client
+from .door import JSON, Reply, error_reply
 from .sse import EventCutter, cached_tokens, read_event
 
 DECLINED_HEADER = "x-prefixroute-declined"
@@ -32,14 +31,14 @@ _MAX_LOAD_HEADER = 1024
 class AttemptFailed(Exception):  # noqa: N818 - the outcome of one attempt, not an error of the program
     """One engine did not answer; `reply` is what to tell the client if no other one does either."""
 
-    def __init__(self, outcome: Outcome, what: str, reply: Response) -> None:
+    def __init__(self, outcome: Outcome, what: str, reply: Reply) -> None:
         super().__init__(what)
         self.outcome = outcome
         self.reply = reply
 
 
 class Answer(NamedTuple):
-    """An upstream that has begun to answer: a whole body, or a stream and its first bytes.
+    """An upstream that has begun to answer: a whole body, or a stream's first events and what cuts the others.
 
     `status` is what the answer means, `served_by` the endpoint that gave it: a peer may have taken another of its
     ranks than the one that was asked.
@@ -47,69 +46,50 @@ class Answer(NamedTuple):
 
     target: str
     served_by: str
-    response: httpx.Response
+    upstream: client.Reply
     status: int
     media_type: str
-    body: bytes
-    chunks: AsyncIterator[bytes] | None
+    body: bytes = b""
+    events: list[bytes] | None = None
+    cutter: EventCutter | None = None
 
 
-def error_reply(status: int, message: str) -> Response:
-    """An error in the shape that OpenAI's clients expect."""
-    body = {"error": {"message": message, "type": "upstream_error", "code": status}}
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
-
-
-async def begin(target: str, response: httpx.Response) -> Answer:
+async def begin(target: str, upstream: client.Reply) -> Answer:
     """Read an answer up to its first whole event, or whole when it is no stream.
 
     Raises AttemptFailed when it is a stream without an event, ValueError when its first event has no end.
     """
-    served_by = response.headers.get(TARGET_HEADER, target)
+    served_by = upstream.headers.get(TARGET_HEADER, target)
     if served_by.partition("/")[0] != target.partition("/")[0]:
         served_by = target
-    media_type = response.headers.get("content-type", "")
+    media_type = upstream.headers.get("content-type", "")
     if not media_type.startswith(EVENT_STREAM):
-        body = await response.aread()
-        return Answer(target, served_by, response, response.status_code, media_type, body, None)
-    chunks, cutter, body = response.aiter_raw(), EventCutter(), b""
-    async for chunk in chunks:
-        body += chunk
-        events = cutter.feed(chunk)
+        return Answer(target, served_by, upstream, upstream.status, media_type, await upstream.read())
+    cutter = EventCutter()
+    while data := await upstream.chunk():
+        events = cutter.feed(data)
         if not events:
             continue
         first = read_event(events[0])
         if not first.error:
-            return Answer(target, served_by, response, response.status_code, media_type, body, chunks)
-        await response.aclose()
+            return Answer(target, served_by, upstream, upstream.status, media_type, events=events, cutter=cutter)
+        upstream.close()
         told = events[0].strip().removeprefix(b"data:").strip()
-        return Answer(target, served_by, response, first.status, "application/json", told, None)
+        return Answer(target, served_by, upstream, first.status, JSON, told)
     raise failed(Outcome.failed("empty stream"), "the engine sent an empty stream", 502)
-
-
-async def events_of(answer: Answer) -> AsyncIterator[bytes]:
-    """The whole events of a stream, the first bytes included; none of an answer that is no stream."""
-    if answer.chunks is None:
-        return
-    cutter = EventCutter()
-    for event in cutter.feed(answer.body):
-        yield event
-    async for chunk in answer.chunks:
-        for event in cutter.feed(chunk):
-            yield event
 
 
 def check_answered(answer: Answer) -> Answer:
     """The answer, if it is one; AttemptFailed when the upstream declines, refuses or fails."""
-    headers, status = answer.response.headers, answer.status
+    headers, status = answer.upstream.headers, answer.status
     if status == 503 and DECLINED_HEADER in headers:
         held = headers[DECLINED_HEADER]
         held_tokens = int(held) if held.isdecimal() and len(held) < 16 else None
-        outcome = Outcome.declined(load_of(answer.response), held_tokens)
+        outcome = Outcome.declined(load_of(answer.upstream), held_tokens)
         raise failed(outcome, f"{answer.target} is busier than it seemed", 503)
     if status >= 500:
         what = f"status {status}"
-        raise AttemptFailed(outcome_of(status, what), what, Response(answer.body, status, media_type=answer.media_type))
+        raise AttemptFailed(outcome_of(status, what), what, Reply(status, answer.body, answer.media_type))
     return answer
 
 
@@ -123,9 +103,9 @@ def failed(outcome: Outcome, what: str, status: int) -> AttemptFailed:
     return AttemptFailed(outcome, what, error_reply(status, what))
 
 
-def load_of(response: httpx.Response) -> LoadReport | None:
+def load_of(upstream: client.Reply) -> LoadReport | None:
     """The load that a peer's reply carries; None when it carries none that can be read."""
-    text = response.headers.get(LOAD_HEADER, "")
+    text = upstream.headers.get(LOAD_HEADER, "")
     if not text or len(text) > _MAX_LOAD_HEADER:
         return None
     try:

