@@ -206,7 +206,7 @@ class Router:
             # Beyond the strata that were asked for, an endpoint may still hold a shorter prefix.
             depths[standing] = self.index.depth(chain, standing.bit) if len(strata) == DEEPEST else 0
         predicted: set[int] = set()
-        for standing, depth in self._predictions.match(chain, now, depths):
+        for standing, depth in self._predictions.match(chain, now, depths, self.index.sparse):
             # An endpoint that left is still in the predictions, and its bit may be another's by now.
             here = fleet.standings.get(standing.name) is standing
             if here and standing.bit & (eligible | fleet.local) and depth > depths.get(standing, 0):

@@ -203,7 +203,7 @@ def test_mirror_equals_the_plain_consumer_after_every_batch(folder: str, size: i
         assert_equal(residency, truth, size, rng, batch.rank)
         changes = residency.take_changes()
         published = published - changes.removed | changes.added
-        assert published == set(residency.keys())
+        assert published == set(residency.published())
     counts = residency.counts
     assert counts.unknown_events == counts.unknown_removals == counts.orphans == 0
     assert counts.hash_only == truth.sparse

@@ -1,0 +1,168 @@
+"""One window or state group of a hybrid model: behind which of its blocks a hit could end, as far as it is concerned.
+
+A hit of length L needs, of a window of W tokens, the last ceil((W - 1) / block) blocks that end at L, or all if there are
+fewer; of a state (Mamba and the like) the one block that ends at L (vLLM 0.32.0, `find_longest_cache_hit`).
+
+Rules:
+1. A block's handle is that of the full-attention block that ends at the same token, whatever the sizes of both: so it is
+   known where it lies, and before which other one, once the full-attention group has told (`hits`). A handle's place
+   never changes.
+2. Each held block has a *run*: how many blocks up to it are held without a hole, counted no further than is needed. What
+   has no block above it has all that it needs.
+3. Of a group whose window is not known (no size told, chunked attention, a kind of tomorrow) all blocks are needed. That
+   may be more than the engine needs: such an endpoint is under-estimated, never over-estimated.
+
+Memory: about 450 bytes a held block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .events import Handle
+
+STATE_KINDS = frozenset({"mamba"})
+WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
+APART_KINDS = frozenset({"encoder_only_attention", "cross_attention"})
+"""Groups that no prefix is looked up in."""
+
+
+class Window:
+    """The held and placed blocks of one group. Who follows it takes `touched` and `changed`, and empties them.
+
+    `touched` are handles that may have come or gone; `changed` are those of which `reaches` may say another thing.
+    """
+
+    __slots__ = (
+        "_after",
+        "_before",
+        "_grow",
+        "_kind",
+        "_need",
+        "_runs",
+        "_tokens",
+        "block_size",
+        "changed",
+        "touched",
+        "unplaced",
+    )
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._tokens = 0
+        self.block_size = 0
+        self._need = 1
+        self._grow = 1 if kind in STATE_KINDS else 0
+        """What a block adds to the run above it. 0: a run is whole from the root, or of no use."""
+        self._runs: dict[Handle, int] = {}
+        self._before: dict[Handle, Handle | None] = {}
+        self._after: dict[Handle, set[Handle]] = {}
+        self.touched: dict[Handle, None] = {}
+        self.changed: dict[Handle, None] = {}
+        self.unplaced: set[Handle] = set()
+        """Held blocks of which it is not known where they lie."""
+
+    def __contains__(self, handle: object) -> bool:
+        """Whether a block is held, and placed."""
+        return handle in self._runs
+
+    @property
+    def alone(self) -> bool:
+        """Whether a block needs none above it: it is a state."""
+        return self._kind in STATE_KINDS
+
+    def reaches(self, handle: Handle) -> bool:
+        """Whether a hit may end with this block. O(1)."""
+        return self._runs.get(handle) == self._need
+
+    def before(self, handle: Handle) -> Handle | None:
+        """Return the block right above one that is held; None at the root, and if it is not known."""
+        return self._before.get(handle)
+
+    def after(self, handle: Handle) -> Iterator[Handle]:
+        """Yield the held blocks right below one."""
+        yield from self._after.get(handle, ())
+
+    # --- writing -------------------------------------------------------------------------------------------
+
+    def size(self, tokens: int, block_size: int) -> bool:
+        """Take the window's and the block's size, 0 where it is not told; return whether either is another now.
+
+        Then all blocks are forgotten: touch those that there are.
+        """
+        tokens, block_size = tokens or self._tokens, block_size or self.block_size
+        if (tokens, block_size) == (self._tokens, self.block_size):
+            return False
+        self.forget()
+        self._tokens, self.block_size = tokens, block_size
+        if self._kind in WINDOW_KINDS and tokens and block_size:
+            self._need, self._grow = max(1, -(-(tokens - 1) // block_size)), 1
+        return True
+
+    def touch(self, handles: list[Handle]) -> None:
+        """Note that these may have come or gone. O(blocks)."""
+        self.touched.update(dict.fromkeys(handles))
+
+    def forget(self) -> None:
+        """Forget all blocks. O(blocks)."""
+        self.changed.update(dict.fromkeys(self._runs))
+        self._runs.clear()
+        self._before.clear()
+        self._after.clear()
+        self.unplaced.clear()
+
+    def hold(self, handle: Handle, before: Handle | None) -> None:
+        """Take a block that was not held, and the one above it; None at the root. Amortised O(blocks needed)."""
+        self._before[handle] = before
+        if before is not None:
+            self._after.setdefault(before, set()).add(handle)
+            self.changed[before] = None
+        self._runs[handle] = self._run(before)
+        self.changed[handle] = None
+        self._spread(handle)
+
+    def drop(self, handle: Handle) -> None:
+        """Forget a block that was held. O(blocks needed)."""
+        before = self._before.pop(handle)
+        if before is not None:
+            after = self._after[before]
+            after.remove(handle)
+            if not after:
+                del self._after[before]
+            self.changed[before] = None
+        del self._runs[handle]
+        self.changed[handle] = None
+        self._spread(handle)
+
+    def _run(self, before: Handle | None) -> int:
+        """The run of a block that is held below `before`."""
+        return self._need if before is None else min(self._need, self._runs.get(before, 0) + self._grow)
+
+    def _spread(self, handle: Handle) -> None:
+        """Bring the runs below a block up to date. It ends where a run stays as it was."""
+        stack = [handle]
+        while stack:
+            at = stack.pop()
+            for kid in self._after.get(at, ()):
+                run = self._run(at)
+                if run != self._runs[kid]:
+                    self._runs[kid] = run
+                    self.changed[kid] = None
+                    stack.append(kid)
+
+    def _check(self) -> None:
+        """Assert every invariant. O(blocks)."""
+        assert self._runs.keys() == self._before.keys()
+        assert not self.unplaced & self._runs.keys()
+        links = {(before, handle) for handle, before in self._before.items() if before is not None}
+        assert links == {(before, handle) for before, after in self._after.items() for handle in after}
+        assert all(self._after.values())
+        for handle, run in self._runs.items():
+            held, at = 0, handle
+            while at in self._runs and held < self._need:
+                above = self._before[at]
+                held = self._need if above is None else held + self._grow
+                if above is None:
+                    break
+                at = above
+            assert run == held, (handle, run, held)
