@@ -1,8 +1,8 @@
 """The published form of an endpoint whose hits end at some depths only, a hybrid model's: its ends, and where to look.
 
 Rules:
-1. Such a set has the key `ENDS_ONLY`. Then a plain key says: the endpoint holds this prefix, and a hit can end here. What
-   is published is not closed under prefixes, and a match is the deepest key on the prompt's path.
+1. Such a set has the key `ENDS_ONLY`. Then a plain key says: the endpoint holds this prefix, and a hit can end here.
+   What is published is not closed under prefixes, and a match is the deepest key on the prompt's path.
 2. A *marked* key says where to look: key(1), that some end is on a path through this first block; key(s), s a multiple
    of 32 above 0, that some end is on a path through it at depth s + 1 to s + 32. A mark proves nothing of this prompt.
 3. A reader that knows no marks finds next to nothing: it is low, never high. So no form of the wire had to change.

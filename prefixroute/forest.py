@@ -1,4 +1,4 @@
-"""What one endpoint holds and publishes: a tree for each full-attention group, and where hits end if that is not anywhere.
+"""What one endpoint holds and publishes: a tree for each full-attention group, and of a hybrid model where hits end.
 
 Rules:
 1. With one tree, the usual case, nothing is kept here. With several, the holders of every key are counted.
@@ -180,8 +180,9 @@ class Forest:
         return idle
 
     def ends(self) -> int:
-        """Return how many keys are anchors of any stride: blocks that end an edge's run or a request, in the tree that has
-        most. O(edges + ends).
+        """Return how many keys are anchors of any stride: blocks that end an edge's run or a request.
+
+        In the tree that has most of them. O(edges + ends).
         """
         if self.hits is not None:
             return self.hits.last()

@@ -4,8 +4,8 @@ Rules:
 1. A hit ends at a depth that all full-attention groups hold (`forest`), that every window and state group reaches
    (`windows`), and that is a multiple of the hit unit. Those depths are *ends*; all else that is held is of no use.
 2. A window's block gets its place from the full-attention block of the same handle. One that has none yet waits.
-3. What is published is ends and marks (`ends`), at anchor stride 1. At stride k an end counts as an anchor when its depth
-   is a multiple of k, or no block of the first window group right below it is an end: of neighbours the last stays.
+3. What is published is ends and marks (`ends`), at anchor stride 1. At stride k an end counts as an anchor when its
+   depth is a multiple of k, or no block of the first window group right below it is one: of neighbours the last stays.
 
 Memory: about 900 bytes an end beside the windows' own; nothing of this is there for an endpoint without such a group.
 """
@@ -113,7 +113,7 @@ class Hits:
     def collect(
         self, groups: Iterable[Group], credited: Sequence[str], unit: int, told: Sequence[Handle], held: Changes
     ) -> None:
-        """Take what came and went in `groups`, and of what all trees hold; `told` are blocks that trees' groups told of.
+        """Take what came and went in `groups`, and of what all trees hold; `told` is what their groups told of.
 
         Call it when the trees are up to date. O(what was touched).
         """

@@ -12,8 +12,9 @@ Rules:
    only under-estimate, since a held key proves all of its prefix; and as the stride ends above are walked one by one, a
    collision adds little more than a stride, which at its rarity is not worth a probe.
 6. Removing an endpoint costs its own keys only. An endpoint's bit is reused after it is removed.
-7. An endpoint that holds `ENDS_ONLY` (`ends`) is *sparse*, whatever its stride: its depth is that of the deepest end on the
-   prompt's path that leaves a token to compute, since an engine computes at least one and the end above may be far off.
+7. An endpoint that holds `ENDS_ONLY` (`ends`) is *sparse*, whatever its stride: its depth is that of the deepest end on
+   the prompt's path that leaves a token to compute, since an engine computes at least one and the end above may be far
+   off. With a stride above 1 some ends are left out, which under-estimates.
 
 Memory: 96 bytes a distinct key while masks are shared, 194 at most with 1,024 endpoints.
 """
@@ -196,7 +197,7 @@ class MergedIndex:
         return strata[:keep]
 
     def _last_ends(self, chain: TokenChain, holders: int, keep: int) -> list[Stratum]:
-        """The deepest `keep` strata of sparse endpoints: sections from the deepest up, and in those marked each depth."""
+        """The deepest `keep` strata of sparse endpoints: sections from the deepest up, each depth of those marked."""
         masks = self._masks
         most = (chain.n_tokens - 1) // chain.spec.block_tokens
         if most < 1:

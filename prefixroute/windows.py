@@ -1,16 +1,16 @@
 """One window or state group of a hybrid model: behind which of its blocks a hit could end, as far as it is concerned.
 
-A hit of length L needs, of a window of W tokens, the last ceil((W - 1) / block) blocks that end at L, or all if there are
-fewer; of a state (Mamba and the like) the one block that ends at L (vLLM 0.32.0, `find_longest_cache_hit`).
+A hit of length L needs, of a window of W tokens, the last ceil((W - 1) / block) blocks that end at L, or all if there
+are fewer; of a state (Mamba and the like) the one block that ends at L (vLLM 0.32.0, `find_longest_cache_hit`).
 
 Rules:
-1. A block's handle is that of the full-attention block that ends at the same token, whatever the sizes of both: so it is
-   known where it lies, and before which other one, once the full-attention group has told (`hits`). A handle's place
+1. A block's handle is that of the full-attention block that ends at the same token, whatever the sizes of both: so it
+   is known where it lies, and below which other one, once the full-attention group has told (`hits`). A handle's place
    never changes.
-2. Each held block has a *run*: how many blocks up to it are held without a hole, counted no further than is needed. What
-   has no block above it has all that it needs.
-3. Of a group whose window is not known (no size told, chunked attention, a kind of tomorrow) all blocks are needed. That
-   may be more than the engine needs: such an endpoint is under-estimated, never over-estimated.
+2. Each held block has a *run*: how many blocks up to it are held without a hole, counted no further than is needed.
+   What has no block above it has all that it needs.
+3. Of a group whose window is not known (no size told, chunked attention, a kind of tomorrow) all blocks are needed.
+   That may be more than the engine needs: such an endpoint is under-estimated, never over-estimated.
 
 Memory: about 450 bytes a held block.
 """
