@@ -121,8 +121,18 @@ class Hits:
         others = [(group, group.window) for group in groups if group.window is not None]
         # Parked blocks may have been attached, and with them some that were told long ago.
         waits = any(group.waiting for group in full)
+        block = min((group.block_size for group in full), default=0)
         for group, window in others:
             wanted, window.touched = window.touched, {}
+            ratio = block // window.block_size if window.block_size else 0
+            again = window.link(ratio, lambda handle: _end_of(handle, full))
+            if ratio > 1:
+                # A block that is held by its link gets its place as soon as full attention tells of it.
+                again += [handle for handle in told if handle in window and handle not in self._places]
+            for handle in again:
+                wanted[handle] = None
+                if handle in window:
+                    window.drop(handle)
             if window.unplaced and (waits or self._waits):
                 wanted.update(dict.fromkeys(window.unplaced))
             elif window.unplaced:
@@ -189,11 +199,17 @@ class Hits:
             span = group.spans.get(handle)
             if span is None or not any(tier in span.copies for tier in credited):
                 window.unplaced.discard(handle)
+                window.unlink(handle)
                 if handle in window:
                     window.drop(handle)
             elif handle not in window:
                 near = self._place(handle, window, full, near)
-                if near is None:
+                if near is not None:
+                    window.unplaced.discard(handle)
+                elif window.linked(handle):
+                    window.unplaced.discard(handle)
+                    window.hold(handle, window.above(handle))
+                else:
                     window.unplaced.add(handle)
 
     def _place(
@@ -215,7 +231,9 @@ class Hits:
             before: Handle | None = None
             if start and not window.alone:
                 before = _ending_at(span, start)
-                if before is None:
+                if before is None and window.linked(handle):
+                    before = window.above(handle)
+                elif before is None:
                     continue
             if end % self._size == 0 and handle not in self._places:
                 assert group.reblocker is not None
@@ -223,7 +241,6 @@ class Hits:
                 if key is None:
                     continue
                 self._places[handle] = (key, end // self._size)
-            window.unplaced.discard(handle)
             window.hold(handle, before)
             return span, at
         return None
@@ -326,6 +343,15 @@ def _at(span: Span, handle: Handle, near: tuple[Span, int] | None) -> int:
     if near is not None and near[0] is span and near[1] + 1 < len(handles) and handles[near[1] + 1] == handle:
         return near[1] + 1
     return 0 if handles[0] == handle else len(handles) - 1 if handles[-1] == handle else handles.index(handle)
+
+
+def _end_of(handle: Handle, full: Iterable[Group]) -> int | None:
+    """The token at which a block ends, if a full-attention block of the same handle does, and its path is known."""
+    for group in full:
+        span = group.spans.get(handle)
+        if span is not None and span.root is not None:
+            return span.start + (_at(span, handle, None) + 1) * span.unit
+    return None
 
 
 def _ending_at(span: Span, end: int) -> Handle | None:

@@ -211,6 +211,7 @@ class Residency:
         if group.window is not None:
             if group.window.size(event.window, group.block_size):
                 group.window.touch(list(group.spans))
+            group.window.tell(event.parent, event.handles, len(event.tokens))
         elif self.forest.hits is not None:
             self._told += handles
         if data is None or group.reblocker is None:

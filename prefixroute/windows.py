@@ -9,7 +9,10 @@ Rules:
    never changes.
 2. Each held block has a *run*: how many blocks up to it are held without a hole, counted no further than is needed.
    What has no block above it has all that it needs.
-3. Of a group whose window is not known (no size told, chunked attention, a kind of tomorrow) all blocks are needed.
+3. Where the group's blocks are smaller than full attention's, some have no such block. What is above them is told by
+   the stores (`tell`): of a store without holes it is the handle in front; of one with holes the same, as long as that
+   agrees with the places of those that have one, since an engine keeps stretches that end where a hit could.
+4. Of a group whose window is not known (no size told, chunked attention, a kind of tomorrow) all blocks are needed.
    That may be more than the engine needs: such an endpoint is under-estimated, never over-estimated.
 
 Memory: about 450 bytes a held block.
@@ -17,7 +20,8 @@ Memory: about 450 bytes a held block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Final
 
 from .events import Handle
 
@@ -25,6 +29,9 @@ STATE_KINDS = frozenset({"mamba"})
 WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 APART_KINDS = frozenset({"encoder_only_attention", "cross_attention"})
 """Groups that no prefix is looked up in."""
+
+NOWHERE: Final = b""
+"""Stands for the block above one when it is not known; no engine has such a handle."""
 
 
 class Window:
@@ -38,8 +45,10 @@ class Window:
         "_before",
         "_grow",
         "_kind",
+        "_links",
         "_need",
         "_runs",
+        "_stores",
         "_tokens",
         "block_size",
         "changed",
@@ -57,6 +66,9 @@ class Window:
         self._runs: dict[Handle, int] = {}
         self._before: dict[Handle, Handle | None] = {}
         self._after: dict[Handle, set[Handle]] = {}
+        self._links: dict[Handle, Handle | None] = {}
+        """Of held blocks that are smaller than full attention's: the one above, as far as stores told."""
+        self._stores: list[tuple[Handle | None, tuple[Handle, ...], int]] = []
         self.touched: dict[Handle, None] = {}
         self.changed: dict[Handle, None] = {}
         self.unplaced: set[Handle] = set()
@@ -99,6 +111,62 @@ class Window:
             self._need, self._grow = max(1, -(-(tokens - 1) // block_size)), 1
         return True
 
+    def tell(self, parent: Handle | None, handles: tuple[Handle, ...], tokens: int) -> None:
+        """Take what a store said of the order of blocks: `handles` are all blocks of its tokens, or those kept."""
+        if handles and self.block_size and not self.alone:
+            self._stores.append((parent, handles, tokens // self.block_size))
+
+    def link(self, ratio: int, place: Callable[[Handle], int | None]) -> list[Handle]:
+        """Learn from the stores since the last time which block is above which; return those of which that is new.
+
+        `ratio` is how many blocks full attention's has; of 1 or less nothing is to be learnt. `place` gives the token
+        at which a block ends if full attention has one that ends there. O(blocks told).
+        """
+        stores, self._stores = self._stores, []
+        fresh: list[Handle] = []
+        for parent, handles, blocks in stores if ratio > 1 else ():
+            for handle, above in zip(handles, self._above(parent, handles, blocks, ratio, place), strict=True):
+                known = self._links.get(handle, NOWHERE)
+                if handle not in self._links or (known == NOWHERE and above != NOWHERE):
+                    self._links[handle] = above
+                    fresh.append(handle)
+        return fresh
+
+    def linked(self, handle: Handle) -> bool:
+        """Whether a store told of a block's place among others."""
+        return handle in self._links
+
+    def above(self, handle: Handle) -> Handle | None:
+        """Return what stores told of the block above one: None at the root, `NOWHERE` if nothing."""
+        return self._links.get(handle, NOWHERE)
+
+    def unlink(self, handle: Handle) -> None:
+        """Forget what stores told of a block that is held no longer."""
+        self._links.pop(handle, None)
+
+    def _above(
+        self,
+        parent: Handle | None,
+        handles: tuple[Handle, ...],
+        blocks: int,
+        ratio: int,
+        place: Callable[[Handle], int | None],
+    ) -> list[Handle | None]:
+        if len(handles) == blocks:
+            return [parent, *handles[:-1]]
+        above: list[Handle | None] = [NOWHERE] * len(handles)
+        last: tuple[int, int] | None = None
+        for i, handle in enumerate(handles):
+            end = place(handle)
+            if end is None:
+                continue
+            at = end // self.block_size
+            first = 0 if last is None else last[0]
+            if i - first < ratio if last is None else at - last[1] == i - first:
+                above[first + 1 : i + 1] = handles[first:i]
+            last = (i, at)
+        return above
+
     def touch(self, handles: list[Handle]) -> None:
         """Note that these may have come or gone. O(blocks)."""
         self.touched.update(dict.fromkeys(handles))
@@ -109,6 +177,8 @@ class Window:
         self._runs.clear()
         self._before.clear()
         self._after.clear()
+        self._links.clear()
+        self._stores.clear()
         self.unplaced.clear()
 
     def hold(self, handle: Handle, before: Handle | None) -> None:

@@ -34,12 +34,16 @@ class Kind(NamedTuple):
 class PlainHybrid:
     """What an engine with groups of these kinds tells of itself, and what it would reuse."""
 
-    def __init__(self, rng: random.Random, kinds: tuple[Kind, ...], tokens: int = 2, sparse: bool = True) -> None:
+    def __init__(
+        self, rng: random.Random, kinds: tuple[Kind, ...], tokens: int = 2, sparse: bool = True, aligned: bool = False
+    ) -> None:
         self.rng = rng
         self.kinds = kinds
         self.tokens = tokens
         self.sparse = sparse
         """Whether window groups leave blocks out at random, as no engine does."""
+        self.aligned = aligned
+        """Whether it caches up to common multiples of all blocks only, as vLLM does."""
         self.copies: Counter[tuple[int, Path]] = Counter()
         self.seen: list[list[int]] = []
         self.handles: dict[Path, int] = {}
@@ -63,7 +67,8 @@ class PlainHybrid:
         events: list[EngineEvent] = []
         cut = self.rng.randint(0, len(prompt))
         first = self.rng.choice([0, 0, cut])
-        for lower, upper in ((0, first), (first, len(prompt))):
+        step = self.unit if self.aligned else 1
+        for lower, upper in ((0, first // step * step), (first // step * step, len(prompt) // step * step)):
             groups = list(enumerate(self.kinds))
             self.rng.shuffle(groups)
             for number, group in groups:

@@ -119,6 +119,67 @@ def test_long_prompts_are_found_section_by_section(name: str) -> None:
     assert deep > 10
 
 
+SMALL = {
+    "half": (Kind(8), Kind(4, WINDOW, 13)),
+    "quarter": (Kind(4, WINDOW, 20), Kind(16)),
+    "half, twice": (Kind(4, WINDOW, 6), Kind(8), Kind(2, WINDOW, 9)),
+    "half and state": (Kind(8), Kind(4, WINDOW, 13), Kind(8, "mamba")),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_windows_with_smaller_blocks_are_low_at_times_and_never_high(name: str) -> None:
+    """What is above a block that full attention has none for is known from stores alone."""
+    rng = random.Random(name)
+    exact = low = 0
+    for _ in range(6):
+        engine, mirror = PlainHybrid(rng, SMALL[name], sparse=False, aligned=True), Mirror()
+        mirror.apply(*engine.hello())
+        for _ in range(40):
+            mirror.apply(*engine.step(72))
+            for _ in range(6):
+                prompt = engine.prompt(80)
+                hit, told = engine.hit(prompt), mirror.hit(prompt)
+                assert told <= hit, (name, prompt)
+                exact += told == hit > 0
+                low += told < hit
+    assert exact > 4 * low
+
+
+def small(handles: list[int], tokens: list[int], parent: int | None = None) -> BlocksStored:
+    """Blocks of two tokens and a window of seven: three of them. Handles 101 to 120; every other is of `ALL`."""
+    named = tuple(handle // 2 if handle % 2 == 0 else 1000 + handle for handle in handles)
+    above = None if parent is None else parent // 2 if parent % 2 == 0 else 1000 + parent
+    return BlocksStored(named, above, tokens, 2, group_kind=WINDOW, window=7)
+
+
+def test_what_is_above_a_smaller_block_is_what_its_store_says() -> None:
+    mirror = Mirror()
+    mirror.apply(full(ALL, TOKENS), small([16, 17, 18], TOKENS))
+    assert mirror.hit(LONGER) == 9 * SIZE, "the last ones of the store's range, as the place of the 18th agrees"
+    mirror.apply(small([19, 20], TOKENS[36:], parent=18))
+    assert mirror.hit(LONGER) == 10 * SIZE, "a store without holes"
+    mirror.apply(BlocksRemoved((1019,)))
+    assert mirror.hit(LONGER) == 9 * SIZE
+    mirror.apply(small([19], TOKENS[36:38], parent=18))
+    assert mirror.hit(LONGER) == 10 * SIZE
+
+
+def test_a_hole_between_smaller_blocks_is_seen_by_the_places_around_it() -> None:
+    for handles, hit in (([14, 15, 16], 8), ([12, 15, 16], 0), ([13, 15, 16], 0), ([12, 13, 14, 15, 16], 8)):
+        mirror = Mirror()
+        mirror.apply(full(ALL, TOKENS), small(handles, TOKENS))
+        assert mirror.hit(LONGER) == hit * SIZE, handles
+
+
+def test_smaller_blocks_get_their_place_when_full_attention_tells_later() -> None:
+    mirror = Mirror()
+    mirror.apply(full(ALL[:8], TOKENS[:32]), small([17, 18, 19, 20], TOKENS[32:], parent=16), small([16], TOKENS[:32]))
+    assert mirror.hit(LONGER) == 0
+    mirror.apply(full([9, 10], TOKENS[32:], 8))
+    assert mirror.hit(LONGER) == 10 * SIZE
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_in_doubt_it_is_low(seed: int) -> None:
     """Blocks whose stores were lost, and that come children first: never more than what the engine has."""
