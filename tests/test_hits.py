@@ -172,6 +172,19 @@ def test_a_hole_between_smaller_blocks_is_seen_by_the_places_around_it() -> None
         assert mirror.hit(LONGER) == hit * SIZE, handles
 
 
+def test_blocks_in_a_circle_end_nothing_and_nobody_waits_for_them() -> None:
+    mirror = Mirror()
+    mirror.apply(full(ALL, TOKENS), small([], [], None))
+    events = [
+        BlocksStored((handle,), parent, (1, 2), 2, group_kind=WINDOW, window=1 << 40)
+        for handle, parent in ((51, 53), (52, 51), (53, 52), (54, 54))
+    ]
+    mirror.apply(*events)
+    assert mirror.hit(LONGER) == 0
+    mirror.apply(BlocksRemoved((52, 54)))
+    mirror.apply(events[1])
+
+
 def test_smaller_blocks_get_their_place_when_full_attention_tells_later() -> None:
     mirror = Mirror()
     mirror.apply(full(ALL[:8], TOKENS[:32]), small([17, 18, 19, 20], TOKENS[32:], parent=16), small([16], TOKENS[:32]))
