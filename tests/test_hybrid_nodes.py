@@ -239,3 +239,9 @@ def test_of_a_prompt_that_nobody_holds_only_the_first_block_is_hashed() -> None:
 
     assert index.search(Watched(ChainSpec(1, 5), 9, list(range(500, 1000)))) == []
     assert set(asked) == {1}
+
+
+def test_what_travels_is_pinned() -> None:
+    """Other nodes read these; docs/wire.md names them."""
+    assert wire_key(ENDS_ONLY) == 0xC2B2AE3D27D4
+    assert [wire_key(marked(key)) for key in (0, 5 << 16)] == [0x9E3779B97F4A, 0x9E3779B97F4A ^ 5]
