@@ -54,7 +54,7 @@ def test_owner_and_peer_expect_what_the_engine_would_reuse(seed: int) -> None:
             for node in net.nodes.values():
                 assert expected(node, "n0/0", tokens, net.now) == made.hit(tokens)
             hits += made.hit(tokens) > 0
-    assert hits > 15
+    assert hits > 3
 
 
 @pytest.mark.parametrize("seed", range(3))
