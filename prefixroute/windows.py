@@ -186,7 +186,6 @@ class Window:
         self._before[handle] = before
         if before is not None:
             self._after.setdefault(before, set()).add(handle)
-            self.changed[before] = None
         self._runs[handle] = self._run(before)
         self.changed[handle] = None
         self._spread(handle)
