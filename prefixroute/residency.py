@@ -9,8 +9,7 @@ Rules (each has a recorded stream or a named issue behind it):
 4. Engine blocks of any size become canonical blocks (`reblock`). One is held while all its tokens are. Blocks of one
    path with equal copies are kept as one run (`spans`), so that small pages cost little more than large blocks.
 5. Blocks are placed by full-attention groups, and a prefix counts only if every such group holds it. Window and state
-   groups keep what is near the end of a prefix: with such groups, only where each has what it needs can a hit end, and
-   nothing else is published (`hits`). They enter the hit unit too. An endpoint without them has none of this.
+   groups enter the hit unit, and with them only where each has what it needs can a hit end: that is published (`hits`).
 6. A gap makes the residency partial: what was known before it is doubtful until it is stored again, reported or
    removed. A report adds no copies (vLLM #45261).
 7. Nothing that an engine sends raises: unknown removals and unusable events are counters.
@@ -64,9 +63,8 @@ class Residency:
     """The mirror of one endpoint's engine (one data-parallel rank), exact while its stream is clean.
 
     `apply` takes batches in order and never raises for what an engine sent. `take_changes` gives the 64-bit keys that
-    came to be published, and ceased to be: matchable canonical blocks, of a hybrid model the ends of hits and marks
-    (`ends`). `credited` are the tiers that count for a match.
-    `capacity_tokens`, when known, bounds the live copies in the GPU tier.
+    came to be published, and ceased to be: matchable canonical blocks, of a hybrid model the ends of hits (`ends`).
+    `credited` tiers count for a match. `capacity_tokens`, when known, bounds the live copies in the GPU tier.
     """
 
     def __init__(self, domain: Domain, credited: Sequence[str] = (GPU, CPU), capacity_tokens: int = 0) -> None:
@@ -87,8 +85,7 @@ class Residency:
         self._live = 0
         self._gpu_copies = 0
         self._inflated = False
-        self._told: list[Handle] = []
-        """What full-attention groups told of in this batch; kept for a hybrid model alone."""
+        self._told: list[Handle] = []  # by full-attention groups in this batch, of a hybrid model alone
 
     # --- reading -------------------------------------------------------------------------------------------
 
@@ -168,8 +165,8 @@ class Residency:
         self._note_evictions()
         self.forest.collect()
         if self.forest.hits is not None:
-            told, self._told = self._told, []
-            self.forest.find_ends(self._groups.values(), self._credited, self.hit_unit, told)
+            self.forest.find_ends(self._groups.values(), self._credited, self.hit_unit, self._told)
+            self._told = []
         self._check_inflation()
 
     def _note_evictions(self) -> None:
@@ -209,8 +206,7 @@ class Residency:
             # A partial block is smaller, and what another tier keeps as one may be several blocks.
             group.block_size = max(group.block_size, event.block_size)
         if group.window is not None:
-            if group.window.size(event.window, group.block_size):
-                group.window.touch(list(group.spans))
+            group.window.size(event.window, group.block_size, group.spans)
             group.window.tell(event.parent, event.handles, len(event.tokens))
         elif self.forest.hits is not None:
             self._told += handles

@@ -20,7 +20,7 @@ Memory: about 450 bytes a held block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from .events import Handle
@@ -97,19 +97,19 @@ class Window:
 
     # --- writing -------------------------------------------------------------------------------------------
 
-    def size(self, tokens: int, block_size: int) -> bool:
-        """Take the window's and the block's size, 0 where it is not told; return whether either is another now.
+    def size(self, tokens: int, block_size: int, held: Iterable[Handle]) -> None:
+        """Take the window's and the block's size, 0 where it is not told.
 
-        Then all blocks are forgotten: touch those that there are.
+        If either is another now, all blocks are forgotten and those that are `held` touched.
         """
         tokens, block_size = tokens or self._tokens, block_size or self.block_size
         if (tokens, block_size) == (self._tokens, self.block_size):
-            return False
+            return
         self.forget()
+        self.touched.update(dict.fromkeys(held))
         self._tokens, self.block_size = tokens, block_size
         if self._kind in WINDOW_KINDS and tokens and block_size:
             self._need, self._grow = max(1, -(-(tokens - 1) // block_size)), 1
-        return True
 
     def tell(self, parent: Handle | None, handles: tuple[Handle, ...], tokens: int) -> None:
         """Take what a store said of the order of blocks: `handles` are all blocks of its tokens, or those kept."""
