@@ -5,8 +5,8 @@ Rules:
    (`x-prefixroute-matched`) and the engine's own count of reused tokens.
 2. Every probe waits until all that the engine has published is applied. It changes the cache like any other request,
    and the next one sees that change.
-3. Never high by more than one engine block. When the stream is whole and the model no hybrid, exact: equal to what the
-   engine reuses, rounded down to the node's own block where the engine's is smaller.
+3. Never high by more than one engine block. When the stream is whole, exact: equal to what the engine reuses, rounded
+   down to the node's own block where the engine's is smaller.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Probe(NamedTuple):
 class Compared(NamedTuple):
     """One served request: what was expected of it, and what the engine said. `block` is the engine's.
 
-    `whole` is False where exactness is out of reach: messages were lost, or the model is a hybrid.
+    `whole` is False where exactness is out of reach: messages were lost.
     """
 
     where: str
@@ -88,7 +88,7 @@ class Tally:
     def text(self) -> list[str]:
         """Return a line for whole streams and one for the others, as far as there were any."""
         lines = []
-        for whole, name in ((True, "whole streams"), (False, "lossy streams and hybrid models")):
+        for whole, name in ((True, "whole streams"), (False, "lossy streams")):
             rows = [row for row in self.rows if row.whole is whole]
             if rows:
                 exact = sum(row.right for row in rows) if whole else sum(row.off == 0 for row in rows)

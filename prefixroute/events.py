@@ -20,8 +20,8 @@ Handle: TypeAlias = int | bytes
 GPU, CPU, DISK = "gpu", "cpu", "disk"
 """Tiers. An adapter may pass another lower-case word; it is kept apart and given no credit."""
 
-FULL_ATTENTION_KINDS = frozenset({"", "full_attention", "mla_attention"})
-"""Group kinds whose blocks hold everything a prefix needs; any other kind only confirms (vLLM >= 0.22)."""
+FULL_ATTENTION_KINDS = frozenset({"", "full_attention", "mla_attention", "sink_full_attention"})
+"""Group kinds that need, and keep, every block of a prefix; the others need those near its end (vLLM >= 0.22)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class BlocksStored:
     `mappable` is False when the adapter knows that content identity cannot be told from the event (an image
     without an offset): such blocks are counted, never matched. `confirmed` says that the engine holds these blocks
     now, whether it stored them just now or only tells of them again (a report): copies are not to be counted.
+    `window` is how many tokens the group looks back, 0 if it is no window's or the engine did not say.
     """
 
     handles: tuple[Handle, ...]
@@ -78,6 +79,7 @@ class BlocksStored:
     contents: tuple[ContentSpan, ...] = ()
     mappable: bool = True
     confirmed: bool = False
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,32 @@
-"""The trees of one endpoint, one for each full-attention group: a block counts when every one of them holds it.
+"""What one endpoint holds and publishes: a tree for each full-attention group, and of a hybrid model where hits end.
 
 Rules:
 1. With one tree, the usual case, nothing is kept here. With several, the holders of every key are counted.
 2. What every tree holds is closed under prefixes, since each tree's blocks are. Its anchors (`tree`, rule 5) are those
    of any tree that all of them hold. Where the trees go apart none may have an end; that costs fidelity, not truth.
+3. A block counts when every tree holds it. Of a hybrid model what is published, and its anchors, are `hits`' to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
 from .chain import TokenChain
 from .changes import Changes
+from .events import Handle
+from .groups import Group
+from .hits import Hits
 from .tree import RadixTree
 
 
 class Forest:
-    """What all trees hold, what changed of it, and its anchors. `collect` is called after the trees were written."""
+    """What all trees hold, what changed of what is published, and its anchors.
 
-    __slots__ = ("_behind_s", "_changes", "_holders", "_now", "_quorum", "_touched", "_trees", "_watched")
+    `collect` is called after the trees were written.
+    """
+
+    __slots__ = ("_behind_s", "_changes", "_holders", "_now", "_quorum", "_touched", "_trees", "_watched", "hits")
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -32,6 +39,8 @@ class Forest:
         self._changes = Changes(set(), set())
         self._touched: dict[int, int] = {}
         self._watched = False
+        self.hits: Hits | None = None
+        """Where hits end, of a hybrid model."""
 
     @property
     def trees(self) -> tuple[RadixTree, ...]:
@@ -49,10 +58,34 @@ class Forest:
             return (key for key, n in self._holders.items() if n == len(self._trees))
         return (key for tree in self._trees for key in tree.keys())  # noqa: SIM118 - a tree is no dict
 
+    @property
+    def published(self) -> int:
+        """Number of keys that are to be published: `matchable`, or ends and marks."""
+        return self.matchable if self.hits is None else len(self.hits)
+
+    def published_keys(self) -> Iterator[int]:
+        """Yield the keys that are to be published; see `ends` for those of a hybrid model."""
+        return self.keys() if self.hits is None else self.hits.keys()
+
     def take_changes(self) -> Changes:
-        """Return and forget the keys that became, and ceased to be, matchable in every tree since the last call."""
+        """Return and forget the keys that came to be published, and ceased to be, since the last call."""
+        if self.hits is not None:
+            return self.hits.take_changes()
         changes, self._changes = self._changes, Changes(set(), set())
         return changes
+
+    def end_anywhere(self, block_tokens: int) -> Hits:
+        """Publish only where hits end from now on: the endpoint's model is a hybrid. O(blocks)."""
+        self.collect()
+        given = (set(self.keys()) - self._changes.added) | self._changes.removed
+        self._changes = Changes(set(), set())
+        for tree in self._trees:
+            tree.touch_all()
+        self._touched = self.take_touched()
+        for tree in self._trees:
+            tree.watch_anchors(False)
+        self.hits = Hits(block_tokens, self._holds, self._up, given, self._watched)
+        return self.hits
 
     def add(self, tree: RadixTree) -> None:
         """Add an empty tree."""
@@ -65,14 +98,17 @@ class Forest:
                 other.touch_all()
         if len(self._trees) == 1:
             self._holders = dict.fromkeys(self._trees[0].keys(), 1)
-        tree.watch_anchors(self._watched)
+        tree.watch_anchors(self._watched and self.hits is None)
         tree.now = self._now
         self._trees.append(tree)
         self._quorum = 0
 
     def drop(self) -> None:
         """Forget all trees. They have been cleared."""
+        if self.hits is not None:
+            self._changes = self.hits.close()
         self._touched = self.take_touched()
+        self.hits = None
         self._trees.clear()
 
     def collect(self) -> None:
@@ -99,6 +135,12 @@ class Forest:
                 if self._holders[key] == needed:
                     self._changes.gain(key)
                     self._quorum += 1
+
+    def find_ends(self, groups: Iterable[Group], credited: Sequence[str], unit: int, told: Sequence[Handle]) -> None:
+        """Bring the ends of a hybrid model up to date after `collect`; see `Hits.collect`."""
+        assert self.hits is not None
+        held, self._changes = self._changes, Changes(set(), set())
+        self.hits.collect(groups, credited, unit, told, held)
 
     # --- anchors -------------------------------------------------------------------------------------------
 
@@ -138,11 +180,18 @@ class Forest:
         return idle
 
     def ends(self) -> int:
-        """Return how many blocks end an edge's run or a request, in the tree that has most. O(edges + ends)."""
+        """Return how many keys are anchors of any stride: blocks that end an edge's run or a request.
+
+        In the tree that has most of them. O(edges + ends).
+        """
+        if self.hits is not None:
+            return self.hits.last()
         return max((tree.ends() for tree in self._trees), default=0)
 
     def anchors(self, every: int) -> Iterator[int]:
         """Yield the keys of the anchors of stride `every`. O(blocks)."""
+        if self.hits is not None:
+            return self.hits.anchors(every)
         if len(self._trees) > 1:
             anchors = {key for tree in self._trees for key in tree.anchors(every)}
             return (key for key in anchors if self._holders[key] == len(self._trees))
@@ -150,6 +199,8 @@ class Forest:
 
     def is_anchor(self, key: int, depth: int, every: int) -> bool:
         """Whether the block (key, depth) is an anchor of stride `every`. O(1)."""
+        if self.hits is not None:
+            return self.hits.is_anchor(key, depth, every)
         if len(self._trees) > 1 and self._holders.get(key) != len(self._trees):
             return False
         return any(tree.is_anchor(key, depth, every) for tree in self._trees)
@@ -159,15 +210,28 @@ class Forest:
         self._watched = on
         if not on:
             self._touched = {}
+        if self.hits is not None:
+            self.hits.watch_anchors(on)
+            return
         for tree in self._trees:
             tree.watch_anchors(on)
 
     def take_touched(self) -> dict[int, int]:
         """Return and forget the blocks (key -> depth) that may have become, or ceased to be, anchors."""
         touched, self._touched = self._touched, {}
+        if self.hits is not None:
+            return {**touched, **self.hits.take_touched()}
         for tree in self._trees:
             touched = touched | tree.take_touched() if touched else tree.take_touched()
         return touched
+
+    def _holds(self, key: int, depth: int) -> bool:
+        """Whether a block is matchable in every tree. O(trees)."""
+        return bool(self._trees) and all(tree.is_anchor(key, depth, 1) for tree in self._trees)
+
+    def _up(self, key: int, depth: int, n: int) -> int:
+        """The key `n` blocks above one that every tree holds."""
+        return self._trees[0].up(key, depth, n)
 
     def _check(self) -> None:
         """Assert every invariant, the trees' included. O(blocks)."""

@@ -20,18 +20,20 @@ from .chain import TOKEN_BYTES
 from .events import Handle
 from .reblock import Reblocker
 from .spans import Span
+from .windows import Window
 
 BUSY_KIDS = 8
 """With more kids a span is not joined with its parent any more: each of them would have to be pointed elsewhere."""
 
 
 class Group:
-    """One KV-cache group's engine blocks; `reblocker` only for a full-attention group."""
+    """One KV-cache group's engine blocks; `reblocker` only for a full-attention group, `window` for one that is not."""
 
-    __slots__ = ("block_size", "reblocker", "spans", "waiting")
+    __slots__ = ("block_size", "reblocker", "spans", "waiting", "window")
 
-    def __init__(self, reblocker: Reblocker | None) -> None:
+    def __init__(self, reblocker: Reblocker | None, window: Window | None = None) -> None:
         self.reblocker = reblocker
+        self.window = window
         self.block_size = 0
         self.spans: dict[Handle, Span] = {}
         self.waiting: dict[Handle, dict[Handle, Span]] = {}

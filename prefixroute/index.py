@@ -10,6 +10,9 @@ Rules:
 4. An endpoint with an anchor stride above 1 is *coarse*: it publishes some of its blocks (`tree`, rule 5), and its
    depth is that of the deepest anchor on the prompt's path. Only depth 1 and multiples of its stride are closed.
 5. Removing an endpoint costs its own keys only. An endpoint's bit is reused after it is removed.
+6. An endpoint that holds `ENDS_ONLY` (`ends`) is *sparse*, whatever its stride: its depth is that of the deepest end on
+   the prompt's path that leaves a token to compute, since an engine computes at least one and the end above may be far
+   off. With a stride above 1 some ends are left out, which under-estimates.
 
 Memory: 96 bytes a distinct key while masks are shared, 194 at most with 1,024 endpoints.
 """
@@ -21,11 +24,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .anchors import ANCHOR_STRIDES
-from .chain import STRIDE, TokenChain
+from .chain import STRIDE, TokenChain, wire_key
+from .ends import ENDS_ONLY, marked, section
 from .errors import UsageError
 
 DEEPEST = 4
 """Strata that a search returns: a router needs the deepest few, and cutting there removes the worst case."""
+
+_SPARSE = wire_key(ENDS_ONLY)
 
 
 class Stratum(NamedTuple):
@@ -38,7 +44,7 @@ class Stratum(NamedTuple):
 class MergedIndex:
     """Longest-prefix search over every endpoint's key set at once."""
 
-    __slots__ = ("_bits", "_coarse", "_free", "_masks", "_names", "_strides")
+    __slots__ = ("_bits", "_coarse", "_free", "_masks", "_names", "_strides", "sparse")
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}
@@ -49,6 +55,8 @@ class MergedIndex:
         """Endpoints with a stride above 1."""
         self._strides: list[tuple[int, int]] = []
         """(stride, its endpoints) for the strides above 1 that are in use, widest first."""
+        self.sparse = 0
+        """Endpoints whose hits end at some depths only, as a mask."""
 
     def __len__(self) -> int:
         """Number of distinct keys."""
@@ -100,6 +108,7 @@ class MergedIndex:
             mask = get(key)
             # An unshared mask is the endpoint's own int object: nothing is allocated for it.
             masks[key] = bit if mask is None else mask | bit
+        self.sparse = get(_SPARSE, 0)
 
     def set_stride(self, endpoint: str, every: int) -> None:
         """Say which anchor stride an endpoint's keys have; 1, as after `join`, is every block.
@@ -124,6 +133,8 @@ class MergedIndex:
         """
         if not chain.depth:
             return []
+        if self.sparse & within:
+            return self._search_sparse(chain, keep, within)
         first = self._masks.get(chain.key(1) >> 16, 0) & within
         if not first:
             return []
@@ -160,7 +171,13 @@ class MergedIndex:
         return strata
 
     def depth(self, chain: TokenChain, bit: int) -> int:
-        """Return how many leading blocks of a prompt one endpoint holds. log2(depth) look-ups, 31 more if coarse."""
+        """Return how many leading blocks of a prompt one endpoint holds. log2(depth) look-ups, 31 more if coarse.
+
+        Of a sparse endpoint that has an end behind the first block: depth / 32 look-ups, and 32 for each section tried.
+        """
+        if bit & self.sparse:
+            strata = self._last_ends(chain, bit, 1)
+            return strata[0].depth if strata else 0
         if bit & self._coarse:
             return self._depth_coarse(chain, bit)
         lower, upper = 0, chain.depth + 1
@@ -171,6 +188,40 @@ class MergedIndex:
             else:
                 upper = middle
         return lower
+
+    # --- sparse endpoints ----------------------------------------------------------------------------------
+
+    def _search_sparse(self, chain: TokenChain, keep: int, within: int) -> list[Stratum]:
+        """The deepest strata among `within`, of which some are sparse."""
+        strata = self._last_ends(chain, self.sparse & within, keep)
+        for stratum in self.search(chain, keep, within & ~self.sparse):
+            _add(strata, stratum.depth, stratum.mask)
+        strata.sort(key=lambda stratum: -stratum.depth)
+        return strata[:keep]
+
+    def _last_ends(self, chain: TokenChain, holders: int, keep: int) -> list[Stratum]:
+        """The deepest `keep` strata of sparse endpoints: sections from the deepest up, each depth of those marked."""
+        masks = self._masks
+        most = (chain.n_tokens - 1) // chain.spec.block_tokens
+        if most < 1:
+            return []
+        holders &= masks.get(wire_key(marked(chain.key(1))), 0)
+        strata: list[Stratum] = []
+        start = section(most)
+        while holders and start >= 0:
+            likely = holders & masks.get(wire_key(marked(chain.key(start))), 0) if start else holders
+            depth = min(start + STRIDE, most)
+            while likely and depth > start:
+                found = likely & masks.get(chain.key(depth) >> 16, 0)
+                if found:
+                    strata.append(Stratum(depth, found))
+                    if len(strata) == keep:
+                        return strata
+                    likely ^= found
+                    holders ^= found
+                depth -= 1
+            start -= STRIDE
+        return strata
 
     # --- coarse endpoints ----------------------------------------------------------------------------------
 
@@ -246,6 +297,7 @@ class MergedIndex:
         """Assert that the index holds exactly `expected` (endpoint -> wire keys)."""
         assert set(self._bits) == set(expected)
         assert {bit: name for name, bit in self._bits.items()} == self._names
+        assert self.sparse == self._masks.get(_SPARSE, 0)
         assert self._coarse == sum(mask for _, mask in self._strides) and not self._coarse & ~sum(self._names)
         assert all(a[0] > b[0] and not a[1] & b[1] for a, b in pairwise(self._strides))
         found: dict[str, set[int]] = {name: set() for name in self._bits}

@@ -166,7 +166,7 @@ class Node:
     def remove_endpoint(self, endpoint: str, now: float) -> None:
         """Own an endpoint no longer: no work goes there any more, and peers hear that it has left. O(its keys)."""
         local = self._local(endpoint)
-        keys = {wire_key(key) for key in local.residency.keys()}  # noqa: SIM118
+        keys = {wire_key(key) for key in local.residency.published()}
         self._gossip.members.leave(endpoint, now)
         del self._locals[endpoint]
         self._fleet.drop(endpoint)
@@ -437,7 +437,7 @@ class Node:
             if copy.mine:
                 residency = self._locals[endpoint].residency
                 residency._check()
-                expected[endpoint] = {wire_key(key) for key in residency.keys()}  # noqa: SIM118
+                expected[endpoint] = {wire_key(key) for key in residency.published()}
                 self._locals[endpoint].publisher._check()
             else:
                 expected[endpoint] = set(copy.keys.tolist())

@@ -14,7 +14,8 @@ class EndpointStats(NamedTuple):
 
     `residency` says what a local endpoint's blocks are known from: ``exact`` or ``partial`` events, or none
     (``silent``: routing history stands in); "" of a peer. `inflated` counts the times that more blocks were live than
-    its engine has. `accuracy` compares what this node predicted of it with the cached tokens of its answers.
+    its engine has. `blocks` are those that peers are told of, at stride 1: of a hybrid model the ends of hits and their
+    marks (`ends`). `accuracy` compares what this node predicted of it with the cached tokens of its answers.
     """
 
     endpoint: str
@@ -54,7 +55,7 @@ def row_of(standing: Standing, local: LocalEndpoint | None, usable: bool, now: f
         copy.url,
         copy.incarnation,
         copy.keys.version,
-        len(copy.keys) if local is None else local.residency.canonical_blocks,
+        len(copy.keys) if local is None else local.residency.forest.published,
         copy.age_s(now),
         standing.confidence,
         standing.rtt_s,

@@ -8,6 +8,7 @@ Rules:
    has moved on twice since the reply: what it was told then has been published by then.
 2. Two prompts are compared by their keys, so namespaces, images and secrets count.
 3. A prompt is compared with the newest few that begin alike, so the cost does not grow with the traffic.
+4. What a prompt leaves at a sparse endpoint (`index`, rule 6) is of use at its end alone.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ class Predictions:
             if self._by_ticket[ticket].standing is standing:
                 self.drop(ticket)
 
-    def match(self, chain: TokenChain, now: float, known: Mapping[Standing, int]) -> list[Predicted]:
-        """Return who is expected to hold more of a prompt than is `known`, the newest first.
+    def match(self, chain: TokenChain, now: float, known: Mapping[Standing, int], sparse: int = 0) -> list[Predicted]:
+        """Return who is expected to hold more of a prompt than is `known`, the newest first; `sparse` is a mask.
 
         O(1) a prompt compared that shares no more than that, as most do; else O(log depth).
         """
@@ -124,7 +125,11 @@ class Predictions:
                 over.append(ticket)
                 continue
             other, more = prediction.chain, known.get(prediction.standing, 0) + 1
-            if more <= depth and more <= other.depth:
+            if sparse and prediction.standing.bit & sparse:
+                end = _end(prediction)
+                if more <= end <= (chain.n_tokens - 1) // chain.spec.block_tokens and chain.key(end) == other.key(end):
+                    found.append(Predicted(prediction.standing, end))
+            elif more <= depth and more <= other.depth:
                 # Most targets are known to hold the same, so this prompt's key is asked for once.
                 key = keys.get(more) or keys.setdefault(more, chain.key(more))
                 if key == other.key(more):
@@ -140,3 +145,10 @@ class Predictions:
         """Assert that both maps and the sum of tokens agree."""
         assert sorted(ticket for tickets in self._by_first.values() for ticket in tickets) == sorted(self._by_ticket)
         assert self._tokens == sum(p.chain.n_tokens for p in self._by_ticket.values())
+
+
+def _end(prediction: _Prediction) -> int:
+    """How many blocks of a prompt its endpoint can reuse if it reuses any."""
+    chain, size = prediction.chain, prediction.chain.spec.block_tokens
+    unit = prediction.standing.hit_unit or size
+    return (chain.n_tokens - chain.n_tokens % unit) // size

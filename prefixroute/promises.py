@@ -7,7 +7,7 @@ Rules:
 1. A promise is made when a prompt begins to be served here, and ends with its outcome: by then the engine has told.
 2. It is thought over with the next round, off the path of requests: a prompt that is over by then costs nothing.
 3. What is promised is prefix-closed above what is held, as all that is published: a peer that is told the last block
-   is told those above it that its stride asks for.
+   is told those above it that its stride asks for. Of a hybrid model it is the one end that the prompt will leave.
 4. Only peers are told. This node's own decisions have its predictions.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .chain import TokenChain, wire_key
+from .ends import marked, section
 
 
 class Promise(NamedTuple):
@@ -35,6 +36,13 @@ class Promise(NamedTuple):
             if depth == 1 or depth % every == 0:
                 yield wire_key(self.chain.key(depth))
         yield wire_key(self.chain.key(self.depth))
+
+    def end(self) -> Iterator[int]:
+        """Yield the wire keys to publish of an endpoint whose hits end at some depths only: the end, and its marks."""
+        yield wire_key(self.chain.key(self.depth))
+        yield wire_key(marked(self.chain.key(1)))
+        if section(self.depth):
+            yield wire_key(marked(self.chain.key(section(self.depth))))
 
 
 class Promises:
@@ -62,11 +70,14 @@ class Promises:
         if promise.depth > promise.above:
             self._new[ticket] = promise
 
-    def settle(self, every: int) -> set[int]:
-        """Make the promises of the prompts that are still under way; return wire keys that were not promised before."""
+    def settle(self, every: int, ends_only: bool = False) -> set[int]:
+        """Make the promises of the prompts that are still under way; return wire keys that were not promised before.
+
+        At an anchor stride, or only as the ends that they will leave.
+        """
         gained: set[int] = set()
         for ticket, promise in self._new.items():
-            keys = self._made[ticket] = tuple(dict.fromkeys(promise.keys(every)))
+            keys = self._made[ticket] = tuple(dict.fromkeys(promise.end() if ends_only else promise.keys(every)))
             for wire in keys:
                 count = self._counts.get(wire, 0)
                 self._counts[wire] = count + 1

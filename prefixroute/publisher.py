@@ -89,12 +89,12 @@ class Publisher:
 
     def gather(self, now: float) -> None:
         """Bring what is to be published up to date. O(changes); O(blocks) when the stride changes."""
-        blocks = self._source.matchable
+        blocks = self._source.published
         if now - self._fitted_at >= REFIT_S or blocks > 2 * self._fitted_blocks:
             self._refit(blocks, now)
         if self._anchors is not None:
             self._publish(self._anchors.follow(self._source))
-        gained = self._promises.settle(self.every)
+        gained = self._promises.settle(self.every, self._source.hits is not None)
         if gained:
             self._keys.gather(Changes({wire for wire in gained if not self._has(wire)}, set()))
 

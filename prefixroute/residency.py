@@ -9,7 +9,7 @@ Rules (each has a recorded stream or a named issue behind it):
 4. Engine blocks of any size become canonical blocks (`reblock`). One is held while all its tokens are. Blocks of one
    path with equal copies are kept as one run (`spans`), so that small pages cost little more than large blocks.
 5. Blocks are placed by full-attention groups, and a prefix counts only if every such group holds it. Window and state
-   groups are counted, and enter the hit unit (AIBrix #2285).
+   groups enter the hit unit, and with them only where each has what it needs can a hit end: that is published (`hits`).
 6. A gap makes the residency partial: what was known before it is doubtful until it is stored again, reported or
    removed. A report adds no copies (vLLM #45261).
 7. Nothing that an engine sends raises: unknown removals and unusable events are counters.
@@ -50,6 +50,7 @@ from .reblock import Reblocker
 from .report import parts_of
 from .spans import Span
 from .tree import Changes, RadixTree
+from .windows import APART_KINDS, Window
 
 EVICTION_WEIGHT = 0.1
 """Weight of the newest eviction in the smoothed idle age."""
@@ -61,9 +62,9 @@ DOUBT = 0.5
 class Residency:
     """The mirror of one endpoint's engine (one data-parallel rank), exact while its stream is clean.
 
-    `apply` takes batches in order and never raises for what an engine sent. `take_changes` gives the 64-bit keys of
-    canonical blocks that became, or ceased to be, matchable. `credited` are the tiers that count for a match.
-    `capacity_tokens`, when known, bounds the live copies in the GPU tier.
+    `apply` takes batches in order and never raises for what an engine sent. `take_changes` gives the 64-bit keys that
+    came to be published, and ceased to be: matchable canonical blocks, of a hybrid model the ends of hits (`ends`).
+    `credited` tiers count for a match. `capacity_tokens`, when known, bounds the live copies in the GPU tier.
     """
 
     def __init__(self, domain: Domain, credited: Sequence[str] = (GPU, CPU), capacity_tokens: int = 0) -> None:
@@ -84,6 +85,7 @@ class Residency:
         self._live = 0
         self._gpu_copies = 0
         self._inflated = False
+        self._told: list[Handle] = []  # by full-attention groups in this batch, of a hybrid model alone
 
     # --- reading -------------------------------------------------------------------------------------------
 
@@ -100,7 +102,7 @@ class Residency:
 
     @property
     def canonical_blocks(self) -> int:
-        """Number of matchable canonical blocks."""
+        """Number of matchable canonical blocks, whether a hit can end there or not."""
         return self.forest.matchable
 
     @property
@@ -109,8 +111,12 @@ class Residency:
         return self._live
 
     def keys(self) -> Iterator[int]:
-        """Yield the 64-bit keys of all matchable canonical blocks."""
+        """Yield the 64-bit keys of all matchable canonical blocks, whether a hit can end there or not."""
         return self.forest.keys()
+
+    def published(self) -> Iterator[int]:
+        """Yield the 64-bit keys that are to be published: `keys`, or those of a hybrid model (`ends`)."""
+        return self.forest.published_keys()
 
     @property
     def trees(self) -> tuple[RadixTree, ...]:
@@ -129,7 +135,7 @@ class Residency:
         return [Live(tier, number, handles, copies) for (tier, number), (handles, copies) in sorted(rows.items())]
 
     def take_changes(self) -> Changes:
-        """Return and forget the keys that became, and ceased to be, matchable since the last call."""
+        """Return and forget the keys that came to be published, and ceased to be, since the last call."""
         return self.forest.take_changes()
 
     # --- writing -------------------------------------------------------------------------------------------
@@ -158,6 +164,9 @@ class Residency:
             self._remove(removal, handles)
         self._note_evictions()
         self.forest.collect()
+        if self.forest.hits is not None:
+            self.forest.find_ends(self._groups.values(), self._credited, self.hit_unit, self._told)
+            self._told = []
         self._check_inflation()
 
     def _note_evictions(self) -> None:
@@ -196,6 +205,11 @@ class Residency:
         if event.tier == GPU and event.block_size > 0:
             # A partial block is smaller, and what another tier keeps as one may be several blocks.
             group.block_size = max(group.block_size, event.block_size)
+        if group.window is not None:
+            group.window.size(event.window, group.block_size, group.spans)
+            group.window.tell(event.parent, event.handles, len(event.tokens))
+        elif self.forest.hits is not None:
+            self._told += handles
         if data is None or group.reblocker is None:
             group.forget_lost(handles)
             self._store_untold(group, handles, event.tier, data is None)
@@ -334,6 +348,8 @@ class Residency:
         for group in self._groups.values():
             spans = group.each()
             if tier is None or all(span.copies.keys() <= {tier} for span in spans):
+                if group.window is not None:
+                    group.window.forget()
                 group.spans.clear()
                 group.waiting.clear()
                 if group.reblocker is not None:
@@ -360,11 +376,15 @@ class Residency:
     def _group(self, number: int, kind: str) -> Group:
         group = self._groups.get(number)
         if group is None:
-            reblocker = None
+            reblocker = window = None
             if kind in FULL_ATTENTION_KINDS:
                 reblocker = Reblocker(self._spec, RadixTree(self._spec, self._credited))
                 self.forest.add(reblocker.tree)
-            group = self._groups[number] = Group(reblocker)
+            elif kind not in APART_KINDS:
+                window = Window(kind)
+                if self.forest.hits is None:
+                    self.forest.end_anywhere(self._spec.block_tokens)
+            group = self._groups[number] = Group(reblocker, window)
         return group
 
     def _content(self, event: BlocksStored) -> bytes | None:
@@ -389,8 +409,11 @@ class Residency:
         span.epoch = self._epoch
         if tier == GPU:
             self._gpu_copies += n
-        if span.gain(tier) and group.reblocker is not None:
-            group.reblocker.hold(span, tier)
+        if span.gain(tier):
+            if group.reblocker is not None:
+                group.reblocker.hold(span, tier)
+            elif group.window is not None:
+                group.window.touch(span.handles)
 
     def _release(self, group: Group, span: Span, tier: str) -> Span | None:
         """Drop the last copies in `tier`, and the span with them if no other tier has any; return what could heal."""
@@ -402,6 +425,8 @@ class Residency:
             return None
         if group.reblocker is not None:
             group.reblocker.release(span, tier)
+        elif group.window is not None:
+            group.window.touch(span.handles)
         span.lose(tier, span.copies[tier])
         if not last:
             return span
@@ -410,9 +435,11 @@ class Residency:
 
     def _shorten(self, group: Group, span: Span, at: int, tier: str) -> None:
         """Forget the blocks from block `at` on: `tier` has their last copies, and nothing is below."""
+        spans, gone = group.spans, span.handles[at:]
         if group.reblocker is not None:
             group.reblocker.shorten(span, at, tier)
-        spans, gone = group.spans, span.handles[at:]
+        elif group.window is not None:
+            group.window.touch(gone)
         del span.handles[at:]
         for handle in gone:
             del spans[handle]
@@ -454,6 +481,8 @@ class Residency:
                 doubtful += len(span.handles) if span.copies and span.epoch < self._epoch else 0
         assert (live, doubtful) == (self._live, self._doubtful)
         self.forest._check()
+        if self.forest.hits is not None:
+            self.forest.hits._check(list(self._groups.values()), self._credited)
 
 
 def _alike(one: BlocksRemoved, other: BlocksRemoved) -> bool:

@@ -225,7 +225,7 @@ class Router:
             for standing in fleet.cheapest(unseen & ours, MAX_LOCAL):
                 depths[standing] = index.depth(chain, standing.bit) if more else 0
         predicted = 0
-        for standing, depth in self._predictions.match(chain, now, depths):
+        for standing, depth in self._predictions.match(chain, now, depths, index.sparse):
             # An endpoint that left is still in the predictions, and its bit may be another's by now.
             here = fleet.standings.get(standing.name) is standing
             if here and standing.bit & looked_at and depth > depths.get(standing, 0):

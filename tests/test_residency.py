@@ -226,7 +226,7 @@ def test_rule_9_window_group_of_an_engine_that_speaks_late_is_not_taken_for_what
     node, endpoint = node_with_endpoint()
     for i in range(SILENT_AFTER):
         node.report(node.route(TOKENS, float(i)), Outcome.served(), float(i))
-    window = stored([2], tokens=TOKENS[:8], group_kind=WINDOW)
+    window = stored([2], tokens=TOKENS[:8], group_kind=WINDOW, window=5)
     full = stored([1, 2], group=1, group_kind=FULL)
     node.apply(endpoint, EngineBatch((window, full)), 50.0)
     assert node.route(TOKENS, 51.0).matched_tokens == 8

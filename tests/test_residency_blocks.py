@@ -140,10 +140,12 @@ def stores(draw: st.DrawFn) -> BlocksStored:
         size,
         draw(TIER),
         draw(st.sampled_from([0, 0, 0, 1])),
-        draw(st.sampled_from(["", FULL, WINDOW, "new kind"])),
+        draw(st.sampled_from(["", FULL, WINDOW, "mamba", "new kind", "cross_attention"])),
         Namespace(draw(st.sampled_from(["", "lo"])), draw(st.sampled_from(["", "\ud800"]))),
         tuple(draw(st.lists(st.builds(ContentSpan, st.sampled_from(["a", "\ud800"]), st.integers(-3, 9)), max_size=2))),
         draw(st.sampled_from([True, True, True, False])),
+        draw(st.sampled_from([False, False, False, True])),
+        draw(st.sampled_from([0, 4, 6, 9])),
     )
 
 
@@ -173,8 +175,8 @@ def survive(canonical: int, capacity: int, batches: list[list[EngineEvent]]) -> 
         assert not changes.added & published
         assert changes.removed <= published
         published = published - changes.removed | changes.added
-        assert published == set(residency.keys())
-        assert len(published) == residency.canonical_blocks
+        assert published == set(residency.published())
+        assert len(set(residency.keys())) == residency.canonical_blocks
 
 
 @settings(derandomize=True, deadline=None, max_examples=200, database=None)

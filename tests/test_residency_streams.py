@@ -10,6 +10,7 @@ import json
 import random
 from collections import Counter
 from functools import cache
+from math import lcm
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +19,9 @@ import pytest
 from prefixroute_vllm import decode_batch
 
 from prefixroute import Domain, Namespace, Residency, TokenChain
-from prefixroute.chain import ChainSpec
+from prefixroute.chain import ChainSpec, wire_key
 from prefixroute.events import BlocksCleared, BlocksStored, EngineBatch
+from prefixroute.index import MergedIndex
 
 DATA = Path(__file__).parent / "data" / "vllm_events"
 FOLDERS = [
@@ -203,11 +205,62 @@ def test_mirror_equals_the_plain_consumer_after_every_batch(folder: str, size: i
         assert_equal(residency, truth, size, rng, batch.rank)
         changes = residency.take_changes()
         published = published - changes.removed | changes.added
-        assert published == set(residency.keys())
+        assert published == set(residency.published())
     counts = residency.counts
     assert counts.unknown_events == counts.unknown_removals == counts.orphans == 0
     assert counts.hash_only == truth.sparse
     assert not residency.partial
+
+
+@pytest.mark.parametrize("size", CANONICAL)
+def test_hits_of_the_hybrid_end_where_each_of_its_groups_has_what_it_needs(size: int) -> None:
+    """Blocks of 32 in each group, windows of 128 tokens: the last four blocks in front of a hit's end."""
+    folder, rng = "v0.32.0_bs32_hybrid_gemma3", random.Random(size)
+    residency, truth, index = Residency(domain(size)), PlainConsumer(), MergedIndex()
+    index.join("e")
+    found: Counter[int] = Counter()
+    for payload in payloads(folder):
+        truth.apply(payload)
+        residency.apply(decode_batch(payload))
+        changes = residency.take_changes()
+        index.update("e", map(wire_key, changes.added), map(wire_key, changes.removed))
+        hashes = {prefix: at for prefix, at in hashes_by_prefix(truth).items() if truth.copies[row(2, at)]}
+        for lora, salt, tokens in truth.prompts():
+            for prompt in (tokens, (*tokens, 5), tokens[: rng.randint(1, len(tokens))], (*tokens[:200], 5, 6)):
+                chain = prompt_of((lora, salt, prompt), size)
+                hit = reused(prompt, hashes, truth, lcm(32, size))
+                assert index.depth(chain, index.bit("e")) * size == hit
+                found[hit] += 1
+    assert found[0] > 0
+    assert sum(found.values()) - found[0] > 10
+
+
+def row(group: int, value: int | bytes) -> Row:
+    return Row(0, "GPU", group, value)
+
+
+def hashes_by_prefix(truth: PlainConsumer) -> dict[tuple[int, ...], int | bytes]:
+    """The engine's hash of every whole number of blocks that full attention told of."""
+    found = {}
+    for group, value in truth.told:
+        path = truth.path(group, value)
+        assert path is not None
+        found[tuple(t for _, told in path for t in told.tokens)] = value
+    return found
+
+
+def reused(prompt: tuple[int, ...], held: dict[tuple[int, ...], int | bytes], truth: PlainConsumer, step: int) -> int:
+    """Tokens that the engine would reuse, by its own search: from the left in full attention, then back to a window."""
+    length = 0
+    while length + 32 < len(prompt) and prompt[: length + 32] in held:
+        length += 32
+    length -= length % step
+    while length:
+        last = [held[prompt[:end]] for end in range(length, max(0, length - 128), -32)]
+        if all(truth.copies[row(group, at)] for group in (0, 1) for at in last):
+            return length
+        length -= step
+    return 0
 
 
 def test_payloads_are_what_the_index_says() -> None:

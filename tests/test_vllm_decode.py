@@ -254,9 +254,24 @@ def test_remote_blocks_are_kept_apart() -> None:
 
 
 def test_a_sparse_event_is_passed_on_as_it_is() -> None:
-    event = decode_one(stored(token_ids=list(range(160)), group_idx=1, kv_cache_spec_kind="sliding_window"))
+    kind = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 128}
+    event = decode_one(stored(token_ids=list(range(160)), **kind))
     assert (len(event.handles), len(event.tokens), event.block_size) == (2, 160, 16)
-    assert (event.group, event.group_kind) == (1, "sliding_window")
+    assert (event.group, event.group_kind, event.window) == (1, "sliding_window", 128)
+
+
+@pytest.mark.parametrize("window", [0, None, 128, 1 << 40])
+def test_the_window_is_read_from_maps_and_from_arrays(window: int | None) -> None:
+    array_form = ["BlockStored", [7, 8], None, list(range(32)), 16, *[None] * 4, 0, "sliding_window", window]
+    map_form = stored(group_idx=0, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=window)
+    assert decode_one(array_form).window == decode_one(map_form).window == (window or 0)
+
+
+@pytest.mark.parametrize("window", [-1, "128", 1.5, True, (1 << 40) + 1])
+def test_a_window_that_is_no_size_costs_its_event(window: object) -> None:
+    event = decode_one(stored(kv_cache_spec_sliding_window=window))
+    assert isinstance(event, UnknownEvent)
+    assert "kv_cache_spec_sliding_window" in event.reason
 
 
 def test_fields_that_are_proposed_or_unknown_do_no_harm() -> None:
@@ -268,11 +283,10 @@ def test_fields_that_are_proposed_or_unknown_do_no_harm() -> None:
         lookahead_token_ids=[[1], [2]],
         session_id="s",
         ownership="tier-1",
-        kv_cache_spec_sliding_window=128,
         tomorrow={"any": ["thing", None]},
     )
     assert decode_one(event) == decode_one(stored())
-    assert decode_one(["BlockStored", [7, 8], None, list(range(32)), 16, *[None] * 6, "x", 1]) == decode_one(stored())
+    assert decode_one(["BlockStored", [7, 8], None, list(range(32)), 16, *[None] * 7, "x", 1]) == decode_one(stored())
     assert decode_one(["BlockRemoved", [7], "CPU", 2, "x", []]) == BlocksRemoved((7,), "cpu", 2)
     assert decode_one({"type": "AllBlocksCleared", "why": 1}) == decode_one(["AllBlocksCleared", 1])
 

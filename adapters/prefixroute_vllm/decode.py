@@ -22,6 +22,7 @@ from prefixroute_zmq.engine import MAX_PAYLOAD_BYTES, Engine
 from prefixroute_zmq.fields import (
     MASK_64,
     MAX_BLOCK_SIZE,
+    MAX_WINDOW,
     Fields,
     MalformedError,
     lora_of,
@@ -123,6 +124,7 @@ def _decode_stored(fields: Fields) -> Sequence[EngineEvent]:
         contents,
         mappable,
         parent is None and _reports(session),
+        read_count(fields, "kv_cache_spec_sliding_window", MAX_WINDOW),
     )
     return (stored,)
 
@@ -168,6 +170,7 @@ class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
     extra_keys: Any = None
     group_idx: _Count | None = None
     kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: Annotated[int, msgspec.Meta(ge=0, le=MAX_WINDOW)] | None = None
     locality: Any = None
     session_id: Any = None
 
@@ -208,6 +211,7 @@ def _convert(event: _Stored | _Removed | _Cleared, told: int) -> EngineEvent:
             contents,
             mappable,
             event.parent_block_hash is None and _reports(event.session_id),
+            event.kv_cache_spec_sliding_window or 0,
         )
     if type(event) is _Removed:
         if event.remaining_copy_counts is not None:

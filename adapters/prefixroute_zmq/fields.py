@@ -17,6 +17,9 @@ from prefixroute.events import GPU, ContentSpan
 MAX_BLOCK_SIZE: Final = 1 << 20
 """No cache group has blocks of more tokens; hybrid models inflate them to a few thousand (vllm#43258)."""
 
+MAX_WINDOW: Final = 1 << 40
+"""Far above the context of any model."""
+
 MASK_64: Final = (1 << 64) - 1
 _MEDIUM_CHARS: Final = 64
 

@@ -1,0 +1,31 @@
+"""The published form of an endpoint whose hits end at some depths only, a hybrid model's: its ends, and where to look.
+
+Rules:
+1. Such a set has the key `ENDS_ONLY`. Then a plain key says: the endpoint holds this prefix, and a hit can end here.
+   What is published is not closed under prefixes, and a match is the deepest key on the prompt's path.
+2. A *marked* key says where to look: key(1), that some end is on a path through this first block; key(s), s a multiple
+   of 32 above 0, that some end is on a path through it at depth s + 1 to s + 32. A mark proves nothing of this prompt.
+3. A reader that knows no marks finds next to nothing: it is low, never high. So no form of the wire had to change.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .chain import STRIDE
+
+_MARK: Final = 0x9E3779B97F4A7C15
+"""Any pattern with bits set all over: a marked key must not look like a key of some path."""
+
+ENDS_ONLY: Final = 0xC2B2AE3D27D4EB4F
+"""A 64-bit key that no path is expected to have."""
+
+
+def marked(key: int) -> int:
+    """Return the marked form of a 64-bit key."""
+    return key ^ _MARK
+
+
+def section(depth: int) -> int:
+    """Return the depth whose mark tells of ends at `depth`, a multiple of 32; below 32 it is 0, which has no mark."""
+    return (depth - 1) // STRIDE * STRIDE
