@@ -14,7 +14,7 @@ matches as we do, called from Python; *python hash* packs and hashes a prompt an
 
 Times are of one call, in microseconds: medians of the rounds, and the best round. A ratio is the median of the rounds'
 own: how many times as long the rival took. With `--markdown FILE` the tables go between that file's marks; with
-`--read FILE` they are those of an earlier run.
+`--read FILE,...` they are those of earlier runs, put together.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--conversation", type=int, default=65_536, help="tokens before the next turn (65,536)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds (15)")
     parser.add_argument("--quick", action="store_true", help="64 endpoints and 5 rounds")
-    parser.add_argument("--read", metavar="FILE", help="run nothing: take the rows of an earlier run's JSON")
+    parser.add_argument("--read", metavar="FILES", help="run nothing: take the rows of earlier runs' JSON")
     parser.add_argument(
         "--json",
         nargs="?",
@@ -201,8 +201,14 @@ def main() -> int:
     rows: list[Row] = []
     about: dict[str, Any] = {}
     if options.read:
-        earlier = json.loads(Path(options.read).read_text())
-        rows, about = earlier["rows"], {"machine": earlier["machine"], "answers": earlier["answers"]}
+        for file in options.read.split(","):
+            earlier = json.loads(Path(file).read_text())
+            rows += earlier["rows"]
+            if about:
+                for name in ("runs", "runs_disturbed"):
+                    about["machine"][name] += earlier["machine"][name]
+            else:
+                about = {"machine": earlier["machine"], "answers": earlier["answers"]}
     else:
         for name, reason in options.absent.items():
             say(f"not compared: {name}: {reason}")

@@ -5,8 +5,8 @@ Rules:
 2. A run during which a thread of this process was ready and had to wait for a core is made again, up to `TRIES` times:
    the kernel counts that wait (Linux). The least disturbed of them counts.
 3. A time is that of one call: the median of the rounds, and the best round.
-   Rounds that were disturbed all the same count only where fewer than `ENOUGH` were not.
-4. A ratio is the median of the rounds' own ratios: in one round both met the same machine.
+   Rounds that were disturbed all the same do not count; where all were, the best one does, for ours as for others.
+4. A ratio is the median of the rounds' own ratios, while enough were quiet for both: they met the same machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUIET = 0.02
 
 
 class Times(NamedTuple):
-    """Microseconds a call in each round, and which rounds were quiet. Where these are enough they alone count."""
+    """Microseconds a call in each round, and which rounds were quiet: these alone count, if there are any."""
 
     rounds: tuple[float, ...]
     quiet: tuple[bool, ...]
@@ -50,21 +50,22 @@ class Times(NamedTuple):
 
     def over(self, other: Times) -> float:
         """How many times as long this one took as the other: the median of the rounds, if enough were quiet."""
-        pairs = [(a, b) for a, b, quiet in self._beside(other) if quiet]
+        pairs = self._quiet_beside(other)
         return median(a / b for a, b in pairs) if len(pairs) >= ENOUGH else self.median / other.median
 
     def less(self, other: Times) -> Times:
         """What this one took more than the other, round by round."""
-        pairs = self._beside(other)
-        return Times(tuple(a - b for a, b, _ in pairs), tuple(quiet for _, _, quiet in pairs))
+        pairs = self._quiet_beside(other) or [(self.best, other.best)]
+        return Times(tuple(a - b for a, b in pairs), (True,) * len(pairs))
 
     def _counted(self) -> list[float]:
+        """Quiet rounds; where none was, what was disturbed least is the nearest to the truth, and that is the best."""
         calm = [taken for taken, quiet in zip(self.rounds, self.quiet, strict=True) if quiet]
-        return calm if len(calm) >= ENOUGH else list(self.rounds)
+        return calm or [min(self.rounds)]
 
-    def _beside(self, other: Times) -> list[tuple[float, float, bool]]:
+    def _quiet_beside(self, other: Times) -> list[tuple[float, float]]:
         sides = zip(self.rounds, other.rounds, self.quiet, other.quiet, strict=True)
-        return [(a, b, calm and also) for a, b, calm, also in sides]
+        return [(a, b) for a, b, calm, also in sides if calm and also]
 
 
 def calls(call: Callable[[Any], object], inputs: Sequence[Any]) -> Run:
