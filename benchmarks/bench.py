@@ -64,12 +64,12 @@ def ratios(endpoints: int, lengths: list[int], rounds: int, variants: int = 4) -
 
 def compared(ratio: Ratio, before: float | None) -> str:
     """One line: the ratio, what it was, and whether that is a move."""
-    line = f"{ratio.what:<68}{ratio.value:>9.2f}"
+    line = f"{ratio.what:<68}{ratio.value:>9.3g}"
     if before is None:
         return f"{line}{'new':>9}"
     change = ratio.value / before - 1
     moved = "" if abs(change) <= MOVED else "  moved: " + ("slower" if change > 0 else "faster")
-    return f"{line}{before:>9.2f}{change:>+8.0%}{moved}"
+    return f"{line}{before:>9.3g}{change:>+8.0%}{moved}"
 
 
 def main() -> int:
@@ -89,7 +89,7 @@ def main() -> int:
     for ratio in ratios(options.endpoints, [int(n) for n in options.blocks.split(",")], options.rounds):
         line = compared(ratio, known.get(ratio.what))
         moved += "moved" in line
-        found[ratio.what] = round(ratio.value, 3)
+        found[ratio.what] = float(f"{ratio.value:.4g}")
         print(line, flush=True)
     print(f"{moved} of {len(found)} moved by more than {MOVED:.0%}")
     if options.update:
