@@ -5,10 +5,12 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # The environments of real engines, 6 GB: made once, kept by `clean`. Those that exist already can be named instead.
 ENGINES ?= .engines
+RIVALS  ?= .rivals
 PREFIXROUTE_VLLM_ENV   ?= $(abspath $(ENGINES))/vllm
 PREFIXROUTE_SGLANG_ENV ?= $(abspath $(ENGINES))/sglang
 
-.PHONY: help demo test test-engines check bench bench-ingest bench-engines bench-replication clean clean-engines
+.PHONY: help demo test test-engines check bench bench-compare bench-route bench-ingest bench-engines bench-replication
+.PHONY: clean clean-engines
 
 help:                           ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/'
@@ -44,7 +46,19 @@ check: $(VENV)/.dev             ## lint, format, types, import rules
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_import_rules.py
 
-bench: $(VENV)/.dev             ## what a decision costs (ARGS=...)
+bench: $(VENV)/.dev             ## how far a decision is from the machine, against the committed baseline; 1 minute (ARGS=--update)
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+# Their wheels take 500 MB: so they have an environment of their own.
+$(RIVALS)/.rivals: pyproject.toml
+	$(PYTHON) -m venv $(RIVALS)
+	$(RIVALS)/bin/python -m pip --disable-pip-version-check install --quiet --editable '.[bench-rivals]'
+	touch $@
+
+bench-compare: $(RIVALS)/.rivals ## ours against the rivals from PyPI and against the C floor; 10 minutes (ARGS=--quick)
+	$(RIVALS)/bin/python benchmarks/compare.py $(ARGS)
+
+bench-route: $(VENV)/.dev       ## what a decision costs (ARGS=...)
 	$(BIN)/python benchmarks/route.py $(ARGS)
 
 bench-ingest: $(VENV)/.dev      ## what an engine's events cost, by page size; 2 minutes (ARGS=--quick)
@@ -58,7 +72,7 @@ bench-replication: $(VENV)/.dev ## what replication takes: bytes, staleness, mem
 	$(BIN)/python benchmarks/gossip.py $(ARGS)
 
 clean:                          ## remove what the targets made, but for the engines
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .coverage build dist demo-out
+	rm -rf $(VENV) $(RIVALS) .mypy_cache .ruff_cache .hypothesis .coverage build dist demo-out
 
 clean-engines:                  ## remove the engine environments that test-engines made
 	rm -rf $(ENGINES)
