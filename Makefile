@@ -9,8 +9,10 @@ RIVALS  ?= .rivals
 PREFIXROUTE_VLLM_ENV   ?= $(abspath $(ENGINES))/vllm
 PREFIXROUTE_SGLANG_ENV ?= $(abspath $(ENGINES))/sglang
 
-.PHONY: help demo test test-engines check bench bench-compare bench-route bench-ingest bench-engines bench-replication
-.PHONY: clean clean-engines
+COMPILED ?= .venv-compiled
+
+.PHONY: help demo test test-engines compiled test-compiled check
+.PHONY: bench bench-compare bench-route bench-ingest bench-engines bench-replication clean clean-engines
 
 help:                           ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/'
@@ -39,6 +41,18 @@ test-engines: $(VENV)/.dev      ## the live suite: real vLLM and SGLang on this 
 	$(if $(filter file,$(origin PREFIXROUTE_SGLANG_ENV)),examples/lan4/setup_sglang.sh $(PREFIXROUTE_SGLANG_ENV))
 	PREFIXROUTE_VLLM_ENV=$(PREFIXROUTE_VLLM_ENV) PREFIXROUTE_SGLANG_ENV=$(PREFIXROUTE_SGLANG_ENV) \
 		$(BIN)/python -m pytest live_tests $(ARGS)
+
+compiled:                       ## the compiled build, in an environment of its own (.venv-compiled); needs a C compiler
+	test -x $(COMPILED)/bin/python || $(PYTHON) -m venv $(COMPILED)
+	rm -rf $(COMPILED)/wheel
+	HATCH_BUILD_HOOKS_ENABLE=1 $(COMPILED)/bin/python -m pip --disable-pip-version-check wheel --quiet --no-deps \
+		--wheel-dir $(COMPILED)/wheel .
+	$(COMPILED)/bin/python -m pip --disable-pip-version-check install --quiet --force-reinstall --no-deps $(COMPILED)/wheel/*.whl
+	$(COMPILED)/bin/python -m pip --disable-pip-version-check install --quiet "prefixroute[test] @ file://$$(ls $(abspath $(COMPILED))/wheel/*.whl)"
+	$(COMPILED)/bin/prefixroute --version
+
+test-compiled: compiled         ## the test suite against the compiled build (ARGS=...)
+	$(COMPILED)/bin/pytest -m 'not interpreted' $(ARGS)
 
 check: $(VENV)/.dev             ## lint, format, types, import rules
 	$(BIN)/ruff check .
@@ -72,7 +86,7 @@ bench-replication: $(VENV)/.dev ## what replication takes: bytes, staleness, mem
 	$(BIN)/python benchmarks/gossip.py $(ARGS)
 
 clean:                          ## remove what the targets made, but for the engines
-	rm -rf $(VENV) $(RIVALS) .mypy_cache .ruff_cache .hypothesis .coverage build dist demo-out
+	rm -rf $(VENV) $(COMPILED) $(RIVALS) .mypy_cache .ruff_cache .hypothesis .coverage build dist demo-out
 
 clean-engines:                  ## remove the engine environments that test-engines made
 	rm -rf $(ENGINES)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from . import __version__, replay
+from . import __version__, replay, router
 from .errors import UsageError
 from .sim import commands
 
@@ -142,13 +142,18 @@ COMMANDS = (
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all COMMANDS."""
     parser = _Parser(prog="prefixroute", description="Independent LLM engines act as one prefix cache.")
-    parser.add_argument("--version", action="version", version=f"prefixroute {__version__}")
+    parser.add_argument("--version", action="version", version=f"prefixroute {__version__} ({_build()})")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
         command.add_options(subparser)
         subparser.set_defaults(run=command.run)
     return parser
+
+
+def _build() -> str:
+    """Which build runs: the compiled one has C extensions in the place of some modules."""
+    return "pure Python" if str(router.__file__).endswith(".py") else "compiled"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .anchors import ANCHOR_STRIDES
 from .chain import STRIDE, TokenChain, wire_key
@@ -104,10 +104,11 @@ class MergedIndex:
             else:
                 masks.pop(key, None)
         get = masks.get
+        # An unshared mask is one int object: nothing is allocated for it. Compiled code would, but for `Any`.
+        alone: Any = bit
         for key in added:
             mask = get(key)
-            # An unshared mask is the endpoint's own int object: nothing is allocated for it.
-            masks[key] = bit if mask is None else mask | bit
+            masks[key] = alone if mask is None else mask | bit
         self.sparse = get(_SPARSE, 0)
 
     def set_stride(self, endpoint: str, every: int) -> None:

@@ -335,6 +335,7 @@ def test_search_within_some_endpoints_sees_no_others_of_any_stride() -> None:
     assert index.search(prompt(100), within=0) == []
 
 
+@pytest.mark.interpreted
 def test_bit_that_a_coarse_endpoint_leaves_is_exact_for_the_next() -> None:
     index = MergedIndex()
     Cache(index, "a", 16).leave()
@@ -381,12 +382,14 @@ class Counted(TokenChain):
         return super().key(depth)
 
 
+@pytest.mark.interpreted
 def test_miss_costs_one_key() -> None:
     chain = Counted(4096)
     assert index_of({"a": 100}, TokenChain(SPEC, 8, list(range(100)))).search(chain) == []
     assert chain.asked == [1]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("depths", [(4096, 4096, 512), (33, 700, 700), (1, 2, 3, 4, 5), (100, 2000, 3000, 4000)])
 def test_cost_follows_distinct_depths_and_not_endpoints(depths: tuple[int, ...]) -> None:
     asked = []
@@ -402,6 +405,7 @@ def test_cost_follows_distinct_depths_and_not_endpoints(depths: tuple[int, ...])
     assert asked[0] == asked[1]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("every", ANCHOR_STRIDES[1:])
 @pytest.mark.parametrize("depths", [(4096, 4096, 512), (33, 700, 700), (1, 2, 3, 4, 5), tuple(range(100, 4000, 300))])
 def test_cost_of_a_coarse_search_is_bounded_by_strides_and_distinct_depths(every: int, depths: tuple[int, ...]) -> None:
@@ -424,6 +428,7 @@ def test_cost_of_a_coarse_search_is_bounded_by_strides_and_distinct_depths(every
     assert asked[0] == asked[1]
 
 
+@pytest.mark.interpreted
 def test_coarse_miss_costs_one_key_and_a_prompt_held_whole_no_end() -> None:
     index = MergedIndex()
     cache = Cache(index, "a", 16)
@@ -436,6 +441,7 @@ def test_coarse_miss_costs_one_key_and_a_prompt_held_whole_no_end() -> None:
     assert chain.asked == [1, *range(32, 4097, 32)]
 
 
+@pytest.mark.interpreted
 def test_depth_of_one_coarse_endpoint_takes_a_bisection_and_a_stride() -> None:
     index = MergedIndex()
     cache = Cache(index, "a", 16)
@@ -446,6 +452,7 @@ def test_depth_of_one_coarse_endpoint_takes_a_bisection_and_a_stride() -> None:
     assert len(chain.asked) <= 1 + 8 + 15
 
 
+@pytest.mark.interpreted
 def test_depth_of_one_endpoint_takes_a_bisection() -> None:
     chain = Counted(4095)
     index = index_of({"a": 1234}, prompt(4096))
