@@ -20,10 +20,9 @@ from typing import NamedTuple
 
 from .accuracy import Accuracy
 from .copies import Copy, Peer
+from .ledger import ArrivalRate, Ledger
 from .load import (
     DEFAULT_PREFILL_TOKENS_PER_S,
-    ArrivalRate,
-    Ledger,
     LoadReport,
     Pace,
     PushBackState,

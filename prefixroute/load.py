@@ -1,13 +1,11 @@
-"""How busy endpoints are: what they advertise, what this node has sent them since, and whether they push back.
+"""How busy endpoints are: what they advertise, how fast they are, and whether they push back or fail.
 
 Rules:
 1. Work is seconds of prefill on the endpoint that will do it; tokens become seconds by its own rate, so unequal
    devices compare (SGLang #28933).
-2. A forward is booked when it is decided, not when it is seen in a report: N routers otherwise pick the same best
-   endpoint within one gossip round (Dynamo #589, SMG #1714).
-3. Push-back has hysteresis, a time to live and a reason. *Overloaded* is relative: honoured while a candidate that is
+2. Push-back has hysteresis, a time to live and a reason. *Overloaded* is relative: honoured while a candidate that is
    not overloaded exists. *Refusing* (the engine answers 503, or is draining) is absolute.
-4. Unknown is 0 in a report, and becomes a stated default, never a guess that looks measured.
+3. Unknown is 0 in a report, and becomes a stated default, never a guess that looks measured.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from math import exp, inf
+from math import inf
 from typing import NamedTuple
 
 from .digest import LoadWire
@@ -23,9 +21,6 @@ from .errors import UsageError
 
 DEFAULT_PREFILL_TOKENS_PER_S = 8000.0
 """A mid-size model on one current accelerator; used while no endpoint is known to have another rate."""
-
-ARRIVALS_S = 30.0
-"""Time in which an arrival is worth a third: some tens of requests at a busy endpoint, and soon over after a rush."""
 
 DEFAULT_OVERHEAD_S = 0.01
 """Fixed part of a time to first token on an idle engine, until known."""
@@ -184,91 +179,6 @@ class PushBack:
         """Note that the engine turned a request away: it refuses until then."""
         self._refused_until = max(until, self._refused_until)
         self.reason = reason or "the engine refused a request"
-
-
-class _Booking(NamedTuple):
-    work_s: float
-    tokens: int
-    expires_at: float
-
-
-class Ledger:
-    """Work that this node booked on one endpoint and that has not reached its first token: a queue drained at rate 1.
-
-    Bookings are released by an outcome or the first token, and expire, so that a lost outcome does no lasting harm.
-    Bounded by the number of requests in flight. `wait_s` and `tokens` are O(1) amortised.
-    """
-
-    __slots__ = ("_head_at", "_tokens", "_work_s", "open")
-
-    def __init__(self) -> None:
-        self.open: dict[int, _Booking] = {}
-        """What is booked, by ticket, the oldest first. To be read only."""
-        self._work_s = 0.0
-        self._tokens = 0
-        self._head_at = 0.0
-
-    def __len__(self) -> int:
-        return len(self.open)
-
-    @property
-    def tokens(self) -> int:
-        """Uncached tokens booked and not released."""
-        return self._tokens
-
-    def book(self, ticket: int, work_s: float, tokens: int, now: float, expires_at: float) -> None:
-        """Book a request under its decision's id."""
-        if not self.open:
-            self._head_at = now
-        elif ticket in self.open:
-            self.release(ticket, now)
-        self.open[ticket] = tuple.__new__(_Booking, (work_s, tokens, expires_at))
-        self._work_s += work_s
-        self._tokens += tokens
-
-    def release(self, ticket: int, now: float) -> bool:
-        """Take a booking back; unknown and repeated tickets are harmless."""
-        if ticket not in self.open:
-            return False
-        if ticket == next(iter(self.open)):
-            # Prefill is serial: the one that ends hands over to the next. One that leaves from behind changes nothing.
-            self._head_at = now
-        booking = self.open.pop(ticket)
-        self._work_s = self._work_s - booking.work_s if self.open else 0.0
-        self._tokens -= booking.tokens
-        return True
-
-    def wait_s(self, now: float) -> float:
-        """Seconds until the endpoint is through with what is booked, the oldest one's progress counted."""
-        while self.open:
-            first = next(iter(self.open))
-            head = self.open[first]
-            if now < head.expires_at:
-                return max(0.0, self._work_s - min(max(now - self._head_at, 0.0), head.work_s))
-            self.release(first, now)
-        return 0.0
-
-
-class ArrivalRate:
-    """Requests a second, lately: each counts less by the time since, to a third after `ARRIVALS_S`. O(1)."""
-
-    __slots__ = ("_at", "_count")
-
-    def __init__(self) -> None:
-        self._count = 0.0
-        self._at = 0.0
-
-    def arrived(self, now: float) -> None:
-        """Count a request."""
-        self._count = self._left(now) + 1
-        self._at = now
-
-    def per_s(self, now: float) -> float:
-        """Return the rate. It is too low for the first `ARRIVALS_S`."""
-        return self._left(now) / ARRIVALS_S
-
-    def _left(self, now: float) -> float:
-        return self._count * exp((self._at - now) / ARRIVALS_S) if self._count else 0.0
 
 
 class RateEstimate:

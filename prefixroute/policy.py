@@ -19,14 +19,8 @@ from typing import NamedTuple, Protocol
 
 from .chain import TokenChain
 from .fleet import Candidate
-from .rent import Rents, stretches_of
-
-NEEDED_AGAIN = 0.5
-"""Share of the tokens evicted for a prompt that will be prefilled again.
-
-All of them where caches together hold everything once (with 1 the mean is 3 % less there), next to none of a long tail
-(with 0 it is 3 % less there), by the simulator.
-"""
+from .pricing import buys, by_price, origin_of, priced_s
+from .rent import Rents
 
 
 class Request(NamedTuple):
@@ -85,49 +79,22 @@ class RentOrBuy:
 
     def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         """Sort by priced cost, then let rent decide between the best peer and the origin. O(log depth)."""
-        locals_ = [c for c in candidates if c.local]
-        if not locals_:
+        origin = origin_of(candidates)
+        if origin is None:
             mean = sum(c.queued for c in candidates) / len(candidates)
-            order = [c for *_, c in sorted((_priced(c, mean), rng.random(), c) for c in candidates)]
+            order = [c for *_, c in sorted((priced_s(c, mean), rng.random(), c) for c in candidates)]
             reason = "longer cached prefix" if order[0].depth else "shorter wait"
             return Choice(tuple(order), reason, _budget_s(order[0], order[1:2]))
-        local = locals_[0] if len(locals_) == 1 else min(locals_, key=_own_cost)
-        here, limit, draw = local.queued, local.cost_s + local.delays_s, rng.random
-        half = here / 2
-        costs: list[tuple[bool, float, bool, float, Candidate]] = []
-        for c in candidates:
-            # As `_priced` says it, without the calls: they were half of the policy's time.
-            remote, cost_s, prefill_s = not c.local, c.cost_s, c.prefill_s
-            delays_s = c.arrivals_per_s * prefill_s * prefill_s / 2
-            priced_s = cost_s + (half + c.queued / 2) * prefill_s + delays_s
-            if c.room_tokens < inf:
-                priced_s += NEEDED_AGAIN * c.s_per_token * c.evicted_tokens
-            # What it would cost if nobody waited there has to be worth the way.
-            costs.append((remote and cost_s - c.wait_s + delays_s > limit, priced_s, remote, draw(), c))
-        costs.sort()
-        order = [row[4] for row in costs]
+        order = by_price(candidates, origin, rng.random)
         best = order[0]
         if best.local:
             return Choice(tuple(order), "local is cheapest" if best.matched_tokens else "local: nobody is cheaper")
-        budget_s = local.cost_s if local.cost_s > best.cost_s else best.cost_s
-        if best.matched_tokens <= local.matched_tokens:
-            return Choice(tuple(order), "shorter wait", budget_s)
-        if self._buys(request, local, best, 1 + here):
-            order.remove(local)
-            return Choice((local, *order), "local: rent has reached the price of a copy")
-        return Choice(tuple(order), "longer cached prefix", budget_s)
-
-    def _buys(self, request: Request, local: Candidate, best: Candidate, price: int) -> bool:
-        """Whether to serve here what a peer holds more of; rent is charged, or forgotten, accordingly."""
-        now, age_s = request.now, local.eviction_age_s
-        stretches = stretches_of(request.chain, local.depth, best.depth)
-        paid = self._rents.paid(stretches, now, age_s)
-        saved = best.matched_tokens - local.matched_tokens
-        if best.rtt_s + sum(paid) >= local.s_per_token * (price * saved + local.evicted_tokens):
-            self._rents.clear(stretches)
-            return True
-        self._rents.charge(stretches, paid, best.rtt_s, now)
-        return False
+        if best.matched_tokens <= origin.matched_tokens:
+            return Choice(tuple(order), "shorter wait", _budget_s(best, (origin,)))
+        if buys(self._rents, request.chain, request.now, origin, best):
+            order.remove(origin)
+            return Choice((origin, *order), "local: rent has reached the price of a copy")
+        return Choice(tuple(order), "longer cached prefix", _budget_s(best, (origin,)))
 
 
 class GreedyCost:
@@ -188,22 +155,15 @@ POLICIES: dict[str, type[RentOrBuy] | type[GreedyCost] | type[LongestMatch] | ty
 _COST = attrgetter("cost_s")
 
 
-def _priced(candidate: Candidate, others: float) -> float:
-    """Time to first token with prefill at a price of 1 + `others`, what it delays, and again what it evicts."""
-    again_s = NEEDED_AGAIN * candidate.s_per_token * candidate.evicted_tokens
-    return candidate.cost_s + others * candidate.prefill_s + candidate.delays_s + again_s
-
-
 def _budget_s(best: Candidate, others: Sequence[Candidate]) -> float:
     """Seconds beyond which `best` had better hand the prompt back: what it would take elsewhere, then as now.
 
     The way there is spent by then, and the way back is taken either way: by the prompt, or by its first token.
     """
-    return max(best.cost_s, min([c.cost_s for c in others])) if others else inf
-
-
-def _own_cost(candidate: Candidate) -> float:
-    return _priced(candidate, candidate.queued)
+    if not others:
+        return inf
+    elsewhere_s = min([c.cost_s for c in others]) if len(others) > 1 else others[0].cost_s
+    return elsewhere_s if elsewhere_s > best.cost_s else best.cost_s
 
 
 def _cost_and_place(candidate: Candidate) -> tuple[float, bool]:

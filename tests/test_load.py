@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from prefixroute import LoadReport, PushBackSettings, PushBackState, UsageError
 from prefixroute.digest import LoadWire
+from prefixroute.ledger import ARRIVALS_S, ArrivalRate, Ledger
 from prefixroute.load import (
-    ARRIVALS_S,
     Advert,
-    ArrivalRate,
-    Ledger,
     PushBack,
     RateEstimate,
     Suspension,
