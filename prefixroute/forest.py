@@ -142,7 +142,7 @@ class Forest:
         return max((tree.ends() for tree in self._trees), default=0)
 
     def anchors(self, every: int) -> Iterator[int]:
-        """Yield the keys of the anchors of stride `every`. O(blocks)."""
+        """Yield the keys of the anchors of stride `every`. O(edges + anchors)."""
         if len(self._trees) > 1:
             anchors = {key for tree in self._trees for key in tree.anchors(every)}
             return (key for key in anchors if self._holders[key] == len(self._trees))
@@ -161,6 +161,11 @@ class Forest:
             self._touched = {}
         for tree in self._trees:
             tree.watch_anchors(on)
+
+    @property
+    def touched(self) -> int:
+        """Number of touched blocks that were not taken."""
+        return len(self._touched) + sum(tree.touched for tree in self._trees)
 
     def take_touched(self) -> dict[int, int]:
         """Return and forget the blocks (key -> depth) that may have become, or ceased to be, anchors."""
