@@ -24,9 +24,6 @@ from prefixroute.tempo import GossipSettings
 
 DOMAIN = Domain("bench", "bench", 16, secret=b"bench")
 DELAY_S = 0.002
-GIVE_UP_BYTES = 1 << 40
-"""Nobody is sent so much at once."""
-
 GIVE_UP_S = 60.0
 """Nothing that is waited for takes so long."""
 
@@ -178,7 +175,7 @@ class Fleet:
         return keys
 
     def _collect(self, name: str, gossip: Gossip) -> None:
-        gossip.pack(GIVE_UP_BYTES)
+        gossip.pack()
         for address, data in gossip.take_outbox():
             to = str(address)
             if self.counting:

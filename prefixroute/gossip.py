@@ -23,6 +23,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from itertools import chain
+from math import inf
 from typing import NamedTuple
 
 from cachetools import LRUCache
@@ -110,7 +111,7 @@ class Gossip:
         """Whether there is more to send than was packed."""
         return bool(self._packing)
 
-    def pack(self, most_bytes: int) -> None:
+    def pack(self, most_bytes: float = inf) -> None:
         """Encode what is to be sent, until that are `most_bytes` or it is all."""
         counters = self._counters
         end = counters["bytes_sent"] + most_bytes

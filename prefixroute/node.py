@@ -118,6 +118,8 @@ class Node:
         self._events: deque[NodeEvent] = deque(maxlen=MAX_EVENTS)
         self._locals: dict[str, LocalEndpoint] = {}
         self._now = now
+        self._gossiped = False
+        """Whether the last timer went to gossip."""
         # Each node's flag lasts a little longer or shorter, so that not all are asked again at one moment.
         self._push_back_ttl_s = self.settings.push_back.ttl_s * rng.uniform(0.8, 1.2)
         self._router = Router(
@@ -214,19 +216,18 @@ class Node:
 
     def next_timer(self) -> float:
         """Return the clock reading at which `handle_timer` wants to be called; one that is past asks for it at once."""
-        busy = self._upkeep.waiting or self._gossip.packing or any(local.backlog for local in self._locals.values())
-        return min(self._now, self._gossip.tempo.next_at) if busy else self._gossip.tempo.next_at
+        due_at = self._gossip.tempo.next_at
+        return min(self._now, due_at) if self._behind() else due_at
 
     def handle_timer(self, now: float) -> None:
-        """Do what is due: advertise, sweep, gossip; else a slice of what is left to do. O(endpoints)."""
+        """Do what is due: advertise, sweep, gossip; or a slice of what is left to do. O(endpoints)."""
         self._begin(now)
-        if now < self._gossip.tempo.next_at:
-            self._upkeep.go_on()
-            self._gossip.pack(SEND_BYTES)
-            behind = next((name for name, local in self._locals.items() if local.backlog), None)
-            if behind is not None:
-                self._apply_next(behind, None, now)
+        # In turn, so that neither waits for ever where the timer is handled at its own pace.
+        if now < self._gossip.tempo.next_at or (self._gossiped and self._behind()):
+            self._gossiped = False
+            self._slice(now)
             return
+        self._gossiped = True
         for endpoint, local in self._locals.items():
             self._advertise(endpoint, now)
             local.publisher.gather(now)
@@ -375,6 +376,18 @@ class Node:
         )
 
     # --- upkeep --------------------------------------------------------------------------------------------
+
+    def _behind(self) -> bool:
+        """Whether anything is left to do in slices."""
+        return self._upkeep.waiting or self._gossip.packing or any(local.backlog for local in self._locals.values())
+
+    def _slice(self, now: float) -> None:
+        """Do a slice of what is left to do, of each kind."""
+        self._upkeep.go_on()
+        self._gossip.pack(SEND_BYTES)
+        behind = next((name for name, local in self._locals.items() if local.backlog), None)
+        if behind is not None:
+            self._apply_next(behind, None, now)
 
     def _learn(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """A request was served: by a local endpoint, its engine's speed and cache show."""
