@@ -8,7 +8,7 @@ ENGINES ?= .engines
 PREFIXROUTE_VLLM_ENV   ?= $(abspath $(ENGINES))/vllm
 PREFIXROUTE_SGLANG_ENV ?= $(abspath $(ENGINES))/sglang
 
-.PHONY: help demo test test-engines check bench bench-ingest bench-engines bench-replication clean clean-engines
+.PHONY: help demo test test-engines check bench bench-ingest bench-engines bench-replication bench-scale clean clean-engines
 
 help:                           ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/'
@@ -52,6 +52,10 @@ bench-ingest: $(VENV)/.dev      ## what an engine's events cost, by page size; 2
 
 bench-engines: $(VENV)/.dev     ## three traces over four real engines, with and without routing; 25 minutes (ARGS=...)
 	$(BIN)/python benchmarks/engines.py $(ARGS)
+
+bench-scale: $(VENV)/.dev       ## how costs grow, 4 to 1,024 endpoints, and what upkeep takes; 15 minutes (ARGS=--quick)
+	$(BIN)/python benchmarks/upkeep.py $(ARGS)
+	$(BIN)/python benchmarks/scale.py $(ARGS)
 
 bench-replication: $(VENV)/.dev ## what replication takes: bytes, staleness, memory, idle CPU; 5 minutes (ARGS=--quick)
 	$(BIN)/python benchmarks/digest.py $(ARGS)

@@ -49,7 +49,6 @@ DEPTHS = (1, 3, 16, 64, 256)
 TYPICAL = 3
 """Distinct depths where endpoints or blocks are varied."""
 
-MIDDLE_ENDPOINTS, MIDDLE_BLOCKS = 64, 100_000
 ENDS_SHARE = 0.03
 CHANGED_SHARE = 0.01
 """Keys that are replaced to see what a delta takes."""
@@ -104,7 +103,7 @@ def measured(case: Case) -> Cell:
     others: list[list[int]] = []
     for i in range(case.endpoints - 1):
         held = shared[i % case.depths]
-        filler = np.take(pool, range(at, at + n_keys - len(held)), mode="wrap")
+        filler = np.take(pool, range(at, at + max(1, n_keys - len(held))), mode="wrap")
         at += len(filler)
         relay.publish(f"n{i}/0", held.union(filler.tolist()), set(), every)
         others.append(filler[: max(1, round(CHANGED_SHARE * n_keys))].tolist())
@@ -219,18 +218,17 @@ class Relay:
 # --- all cells ---------------------------------------------------------------------------------------------
 
 
-def cases(quick: bool) -> list[Case]:
-    """The cells: endpoints by blocks, and distinct depths at the most endpoints."""
-    endpoints, blocks, depths = (ENDPOINTS[:3:2], BLOCKS[:2], DEPTHS[:3]) if quick else (ENDPOINTS, BLOCKS, DEPTHS)
+def cases(endpoints: Sequence[int], blocks: Sequence[int], depths: Sequence[int]) -> list[Case]:
+    """The cells: endpoints by blocks, and distinct depths at the most endpoints and the middle number of blocks."""
     made = [Case(n, m, TYPICAL) for m in blocks for n in endpoints]
-    made += [Case(endpoints[-1], MIDDLE_BLOCKS, d) for d in depths if d != TYPICAL]
+    made += [Case(max(endpoints), sorted(blocks)[len(blocks) // 2], d) for d in depths if d != TYPICAL]
     return sorted(made, key=lambda case: case.endpoints * case.blocks)
 
 
-def run(quick: bool) -> Iterator[Cell]:
+def run(chosen: list[Case]) -> Iterator[Cell]:
     """Measure all cells, each in a new process."""
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        yield from pool.imap(measured, cases(quick))
+        yield from pool.imap(measured, chosen)
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
@@ -251,16 +249,18 @@ class Growth(NamedTuple):
 def growths(cells: list[Cell]) -> list[Growth]:
     """What is varied."""
     usual = [cell for cell in cells if cell.depths == TYPICAL]
-    most = max(cell.endpoints for cell in cells)
     made = []
     for blocks in sorted({cell.blocks for cell in usual}):
         some = [cell for cell in usual if cell.blocks == blocks]
         made.append(Growth(f"{blocks:,} blocks each", "endpoints", some, lambda cell: cell.endpoints))
-    some = [cell for cell in usual if cell.endpoints == MIDDLE_ENDPOINTS]
-    made.append(Growth(f"{MIDDLE_ENDPOINTS} endpoints", "blocks", some, lambda cell: cell.blocks))
-    some = sorted(cell for cell in cells if cell.endpoints == most and cell.blocks == MIDDLE_BLOCKS)
-    title = f"{most:,} endpoints, {MIDDLE_BLOCKS:,} blocks each"
-    made.append(Growth(title, "distinct depths", some, lambda cell: cell.depths))
+    counts = sorted({cell.endpoints for cell in usual})
+    middle = counts[len(counts) // 2]
+    some = [cell for cell in usual if cell.endpoints == middle]
+    made.append(Growth(f"{middle} endpoints", "blocks", some, lambda cell: cell.blocks))
+    for deep in [cell for cell in cells if cell.depths != TYPICAL][:1]:
+        some = sorted(cell for cell in cells if (cell.endpoints, cell.blocks) == (deep.endpoints, deep.blocks))
+        title = f"{deep.endpoints:,} endpoints, {deep.blocks:,} blocks each"
+        made.append(Growth(title, "distinct depths", some, lambda cell: cell.depths))
     return made
 
 
@@ -355,16 +355,25 @@ def plot(cells: list[Cell], folder: Path) -> None:
         pyplot.close(drawing)
 
 
+def numbers(text: str) -> list[int]:
+    """Numbers in a list."""
+    return [int(part) for part in text.split(",")]
+
+
 def main() -> int:
     """Measure, and print or write what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="4 and 64 endpoints, 10,000 and 100,000 blocks")
+    for name, values in (("endpoints", ENDPOINTS), ("blocks", BLOCKS), ("depths", DEPTHS)):
+        parser.add_argument(f"--{name}", type=numbers, default=values, metavar="N,...")
     parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help="write rows as JSON (no FILE: to stdout)")
     parser.add_argument("--markdown", action="store_true", help="print tables as Markdown instead of rows")
     parser.add_argument("--plots", metavar="FOLDER", help="draw figures there (docs/img)")
     options = parser.parse_args()
+    if options.quick:
+        options.endpoints, options.blocks, options.depths = ENDPOINTS[:3:2], BLOCKS[:2], DEPTHS[:3]
     cells: list[Cell] = []
-    for cell in run(options.quick):
+    for cell in run(cases(options.endpoints, options.blocks, options.depths)):
         cells.append(cell)
         print(f"{cell.endpoints:,} x {cell.blocks:,}, {cell.depths} depths: measured", file=sys.stderr, flush=True)
     if options.plots:
