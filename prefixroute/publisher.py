@@ -19,7 +19,7 @@ from .forest import Forest
 from .promises import Promise, Promises
 from .replica import OwnedSet
 
-FOLLOW_BLOCKS = 4096
+FOLLOW_BLOCKS = 1024
 """Touched blocks that are looked at without waiting for the next round, which would take too long at once."""
 
 REFIT_S = 5.0
