@@ -63,7 +63,7 @@ class Publisher:
         if self._anchors is None:
             self._publish(noted)
         elif self._source.touched > FOLLOW_BLOCKS:
-            self._publish(self._anchors.follow(self._source))
+            self._publish(self._follow(self._anchors))
         return noted
 
     def promise(self, ticket: int, promise: Promise) -> None:
@@ -82,7 +82,7 @@ class Publisher:
         if now - self._fitted_at >= REFIT_S or blocks > 2 * self._fitted_blocks:
             self._refit(blocks, now)
         if self._anchors is not None:
-            self._publish(self._anchors.follow(self._source))
+            self._publish(self._follow(self._anchors))
         gained = self._promises.settle(self.every)
         if gained:
             self._keys.gather(Changes({wire for wire in gained if not self._has(wire)}, set()))
@@ -114,6 +114,11 @@ class Publisher:
             else:
                 noted.gain(wire)
         return noted
+
+    def _follow(self, anchors: Anchors) -> Changes:
+        """Bring the anchors up to date, by the touched blocks or, when these are more than the anchors, afresh."""
+        source = self._source
+        return anchors.rebuild(source) if source.touched > len(anchors) + FOLLOW_BLOCKS else anchors.follow(source)
 
     def _publish(self, changes: Changes) -> None:
         """Take what the residency gained and lost; what is promised is published anyway."""
