@@ -9,11 +9,11 @@ what one with default settings would of that many blocks of chat: every block of
 keys are random; from `POOL_KEYS` on they are drawn from one pool, so that several endpoints have the same ones and the
 largest cells fit 8 GB: a decision does not look at them, but they fill the index and what a processor caches of it.
 
-Times are of `Node.route`, booking included: *fresh*, the first decisions after endpoints were ranked, and otherwise after
-`WORN_DECISIONS` without a round between them, the best of five medians. The two differ where many endpoints hold the
-same: those that are chosen sink in the ranking, and the next are looked for further down. A live node is between the two,
-since a round ranks anew. The bar is for the worse. Memory is what the process grew by. Growth is the slope of a straight
-line through the logarithms: 0 is flat, 1 proportional.
+Times are of `Node.route`, booking included: *fresh*, the first decisions after endpoints were ranked, and otherwise
+after `WORN_DECISIONS` without a round between them, the best of five medians. The two differ where many endpoints
+hold the same: those that are chosen sink in the ranking, and the next are looked for further down. A live node is
+between the two, since a round ranks anew. The bar is for the worse. Memory is what the process grew by. Growth is the
+slope of a straight line through the logarithms: 0 is flat, 1 proportional.
 """
 
 from __future__ import annotations
@@ -314,8 +314,8 @@ FIGURES: dict[str, Callable[[Cell], float]] = {
 def markdown(cells: list[Cell]) -> str:
     """The tables of docs/performance.md."""
     lines = [
-        "| endpoints | blocks each | depths | stride | keys published | index keys | fresh us | list us | chain us | cold us "
-        "| memory MB | snapshot kB | 1 % delta kB |",
+        "| endpoints | blocks each | depths | stride | keys published | index keys | fresh us | list us | chain us "
+        "| cold us | memory MB | snapshot kB | 1 % delta kB |",
         "|---" * 13 + "|",
     ]
     for c in cells:
