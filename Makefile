@@ -12,7 +12,7 @@ PREFIXROUTE_SGLANG_ENV ?= $(abspath $(ENGINES))/sglang
 COMPILED ?= .venv-compiled
 
 .PHONY: help demo test test-engines compiled test-compiled check
-.PHONY: bench bench-compare bench-route bench-ingest bench-engines bench-replication clean clean-engines
+.PHONY: bench bench-compare bench-route bench-ingest bench-engines bench-replication bench-scale clean clean-engines
 
 help:                           ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/'
@@ -80,6 +80,10 @@ bench-ingest: $(VENV)/.dev      ## what an engine's events cost, by page size; 2
 
 bench-engines: $(VENV)/.dev     ## three traces over four real engines, with and without routing; 25 minutes (ARGS=...)
 	$(BIN)/python benchmarks/engines.py $(ARGS)
+
+bench-scale: $(VENV)/.dev       ## how costs grow, 4 to 1,024 endpoints, and what upkeep takes; 15 minutes (ARGS=--quick)
+	$(BIN)/python benchmarks/upkeep.py $(ARGS)
+	$(BIN)/python benchmarks/scale.py $(ARGS)
 
 bench-replication: $(VENV)/.dev ## what replication takes: bytes, staleness, memory, idle CPU; 5 minutes (ARGS=--quick)
 	$(BIN)/python benchmarks/digest.py $(ARGS)

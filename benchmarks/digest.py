@@ -183,7 +183,8 @@ def serve(node: Node, endpoint: str, workload: Workload) -> float:
         node.handle_timer(now)
     for _ in range(100):
         now += REQUEST_S
-        node.handle_timer(now)
+        while node.next_timer() <= now:
+            node.handle_timer(now)
     node.datagrams_to_send(now)
     return now
 
@@ -201,7 +202,8 @@ def received_index(owner: Node, endpoint: str, now: float) -> MergedIndex:
         assert now < give_up, "the digest does not arrive"
         now += settings.interval_s
         for node in nodes.values():
-            node.handle_timer(now)
+            while node.next_timer() <= now:
+                node.handle_timer(now)
         while sent := [(node, datagram) for node in nodes.values() for datagram in node.datagrams_to_send(now)]:
             for node, datagram in sent:
                 nodes[str(datagram.address)].receive_datagram(datagram.data, node.node, now)

@@ -364,11 +364,13 @@ def converse(owner: Gossip, published: OwnedSet, nodes: dict[str, Node], now: fl
         now += owner.settings.interval_s
         owner.exchange(now)
         for node in nodes.values():
-            node.handle_timer(now)
+            while node.next_timer() <= now:
+                node.handle_timer(now)
             node.events()
         under_way = True
         while under_way:
             under_way = False
+            owner.pack()
             for sent in owner.take_outbox():
                 under_way = True
                 if str(sent.address) in nodes:
@@ -377,6 +379,9 @@ def converse(owner: Gossip, published: OwnedSet, nodes: dict[str, Node], now: fl
                 for sent in node.datagrams_to_send(now):
                     under_way = True
                     owner.receive(sent.data, name, now)
+        for node in nodes.values():
+            while node.next_timer() <= now:
+                node.handle_timer(now)
     return now
 
 

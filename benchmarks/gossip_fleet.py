@@ -175,6 +175,7 @@ class Fleet:
         return keys
 
     def _collect(self, name: str, gossip: Gossip) -> None:
+        gossip.pack()
         for address, data in gossip.take_outbox():
             to = str(address)
             if self.counting:

@@ -59,10 +59,14 @@ def fleet(endpoints: int, held: dict[int, list[list[int]]]) -> Node:
     ):
         now += SETTINGS.interval_s
         for node in nodes:
-            node.handle_timer(now)
+            while node.next_timer() <= now:
+                node.handle_timer(now)
         while sent := [(node, datagram) for node in nodes for datagram in node.datagrams_to_send(now)]:
             for node, datagram in sent:
                 by_name[str(datagram.address)].receive_datagram(datagram.data, node.node, now)
+    while asker.next_timer() <= now:
+        asker.handle_timer(now)
+    asker.datagrams_to_send(now)
     asker.events()
     return asker
 

@@ -3,7 +3,9 @@
 Rules:
 1. A transport carries datagrams, may lose, repeat and reorder them, and never makes the node wait: an error in sending
    is counted and forgotten, since gossip heals loss.
-2. Leaving the driver's context cancels its tasks and closes the transport; nothing goes on behind the caller's back.
+2. The event loop goes on between two datagrams, and between two slices of what a node has to do: no call into a node
+   takes more than a few milliseconds, and they do not add up.
+3. Leaving the driver's context cancels its tasks and closes the transport; nothing goes on behind the caller's back.
 """
 
 from __future__ import annotations
@@ -181,6 +183,8 @@ class Driver:
             if self.node.next_timer() < due_at:
                 # What came ended a quiet time: the next exchange is due earlier.
                 self._wake.set()
+            # Neither the queue nor the kernel makes this task wait while there are datagrams.
+            await asyncio.sleep(0)
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()

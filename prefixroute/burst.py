@@ -9,7 +9,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 
 import msgspec
 
@@ -54,8 +54,8 @@ class Burst:
         self._head = msgspec.structs.replace(self._head, complete=len(self._entries) == whole)
         return len(self._entries)
 
-    def owe(self, debt: Debt) -> bool:
-        """Pack a debt, all its ranges; return False when the burst is used up. O(datagrams)."""
+    def owe(self, debt: Debt) -> Generator[None, None, bool]:
+        """Pack a debt, all its ranges, a datagram at each step; return False when the burst is used up."""
         for lower, upper in debt.ranges:
             at = lower
             while at < upper:
@@ -67,8 +67,11 @@ class Burst:
                 elif not self._entries and not self._updates:
                     self.too_long += 1
                     break
-                elif not self._flush():
-                    return False
+                else:
+                    more = self._flush()
+                    yield
+                    if not more:
+                        return False
         return True
 
     def end(self) -> None:

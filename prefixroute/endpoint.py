@@ -9,7 +9,8 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import gcd
 
@@ -32,6 +33,7 @@ from .events import (
 from .fleet import Standing
 from .history import RoutingHistory
 from .load import Advert, LoadReport, PushBack, PushBackSettings, PushBackState, learnt
+from .portions import is_small, portions
 from .promises import Promise
 from .publisher import Publisher
 from .replica import OwnedSet
@@ -46,6 +48,7 @@ class LocalEndpoint:
 
     __slots__ = (
         "_served_silently",
+        "backlog",
         "copy",
         "domain",
         "history",
@@ -72,6 +75,8 @@ class LocalEndpoint:
         self.residency = Residency(domain, credited)
         self.publisher = Publisher(copy.keys, self.residency.forest, digest_bytes, held)
         self.push_back = PushBack(push_back)
+        self.backlog: deque[Iterator[EngineBatch]] = deque()
+        """What the engine did and is not applied yet, by batch, in portions."""
         self.report = LoadReport()
         self.history: RoutingHistory | None = None
         self.rank: int | None = None
@@ -99,6 +104,19 @@ class LocalEndpoint:
                 self.history.clear()
         kept = tuple(event for event in batch.events if not isinstance(event, StreamGap))
         return self._apply(EngineBatch(kept, batch.rank, batch.ts), now)
+
+    def portion(self, batch: EngineBatch | None) -> EngineBatch | None:
+        """Return what is to be applied next, `batch` being the newest that came; None when nothing is left."""
+        if batch is not None:
+            if not self.backlog and is_small(batch):
+                return batch
+            self.backlog.append(portions(batch))
+        while self.backlog:
+            portion = next(self.backlog[0], None)
+            if portion is not None:
+                return portion
+            self.backlog.popleft()
+        return None
 
     def probed(self, report: LoadReport, now: float) -> tuple[Changes, list[NodeEvent]]:
         """Take a probe's report; return what `apply` would. An engine that sleeps holds nothing (vLLM, levels 1, 2)."""

@@ -189,7 +189,7 @@ class Forest:
         return max((tree.ends() for tree in self._trees), default=0)
 
     def anchors(self, every: int) -> Iterator[int]:
-        """Yield the keys of the anchors of stride `every`. O(blocks)."""
+        """Yield the keys of the anchors of stride `every`. O(edges + anchors)."""
         if self.hits is not None:
             return self.hits.anchors(every)
         if len(self._trees) > 1:
@@ -215,6 +215,13 @@ class Forest:
             return
         for tree in self._trees:
             tree.watch_anchors(on)
+
+    @property
+    def touched(self) -> int:
+        """Number of touched blocks that were not taken."""
+        if self.hits is not None:
+            return len(self._touched) + self.hits.touched
+        return len(self._touched) + sum(tree.touched for tree in self._trees)
 
     def take_touched(self) -> dict[int, int]:
         """Return and forget the blocks (key -> depth) that may have become, or ceased to be, anchors."""

@@ -12,20 +12,24 @@ Rules:
 3. A load travels when the receiver has not got its revision, keys when it has not got their version, and a heartbeat
    always: so a quiet fleet exchanges bare entries, and those rarely.
 4. Nobody is sent the keys of an endpoint that is suspected: who needs them will hear of it when it is back.
+5. What a peer is owed is packed by and by (`pack`). Who asks again before all of it has gone gets what it lacks then
+   instead of the rest.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from itertools import chain
+from math import inf
 from typing import NamedTuple
 
 from cachetools import LRUCache
 
 from .burst import Burst
+from .codec import Keys
 from .copies import Copy, Peer, owner_of
 from .digest import Kind, Message, VectorEntry, decode, encode, overhead_bytes
 from .domain import Domain
@@ -60,7 +64,7 @@ class Gossip:
         now: float,
         emit: Callable[[NodeEvent], None],
         counters: Counter[str],
-        on_update: Callable[[str, Iterable[int], Iterable[int]], None],
+        on_update: Callable[[str, Keys, Keys], None],
     ) -> None:
         self.node = node
         self.settings = settings
@@ -78,6 +82,8 @@ class Gossip:
         self._emit = emit
         self._counters = counters
         self._outbox: list[Datagram] = []
+        self._packing: dict[tuple[str, Kind], Iterator[None]] = {}
+        """Bursts that are not encoded yet, each step a datagram."""
         self._nonce = rng.getrandbits(40)
         self._turns: Counter[bool] = Counter()
         self._partners: deque[str] = deque()
@@ -100,8 +106,22 @@ class Gossip:
         touched, self.members.touched = self.members.touched, set()
         return touched
 
+    @property
+    def packing(self) -> bool:
+        """Whether there is more to send than was packed."""
+        return bool(self._packing)
+
+    def pack(self, most_bytes: float = inf) -> None:
+        """Encode what is to be sent, until that are `most_bytes` or it is all."""
+        counters = self._counters
+        end = counters["bytes_sent"] + most_bytes
+        while self._packing and counters["bytes_sent"] < end:
+            key, packing = next(iter(self._packing.items()))
+            if key[0] not in self.peers or next(packing, self) is self:
+                del self._packing[key]
+
     def take_outbox(self) -> list[Datagram]:
-        """Return and forget the datagrams to send."""
+        """Return and forget the datagrams that are packed."""
         outbox, self._outbox = self._outbox, []
         return outbox
 
@@ -223,13 +243,23 @@ class Gossip:
         limits = (self.settings.datagram_bytes, self.settings.burst_bytes)
         burst = Burst(kind, head, *limits, partial(self._put, peer))
         fitted = burst.tell(vector, len(self.copies) + len(self.members.left) if kind is Kind.SYN else -1)
-        if all(burst.owe(debt) for debt in debts):
-            burst.end()
+        if debts:
+            self._packing.pop((peer.node, kind), None)
+            self._packing[peer.node, kind] = self._pack(burst, debts)
         else:
-            self._counters["bursts_cut"] += 1
+            burst.end()
+        return fitted
+
+    def _pack(self, burst: Burst, debts: list[Debt]) -> Iterator[None]:
+        """Encode what is owed, a datagram at each step."""
+        for debt in debts:
+            if not (yield from burst.owe(debt)):
+                self._counters["bursts_cut"] += 1
+                break
+        else:
+            burst.end()
         if burst.too_long:
             self._counters["updates_too_long"] += burst.too_long
-        return fitted
 
     def _put(self, peer: Peer, kind: Kind, head: Message, entries: list[bytes], updates: list[bytes]) -> int:
         data = encode(kind, self._fingerprint, self._domain.secret, head, entries, updates)

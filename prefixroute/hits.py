@@ -175,6 +175,11 @@ class Hits:
         elif self._touched is None:
             self._touched = {}
 
+    @property
+    def touched(self) -> int:
+        """Number of touched keys that were not taken."""
+        return len(self._touched) if self._touched else 0
+
     def take_touched(self) -> dict[int, int]:
         """Return and forget the keys (key -> depth) that may have become, or ceased to be, anchors."""
         touched = self._touched

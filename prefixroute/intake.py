@@ -9,19 +9,18 @@ Rules:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-
-import numpy as np
+from collections.abc import Callable
 
 from .codec import Keys
 from .copies import Copy, owner_of
 from .digest import KEY_LIMIT, Update
 from .errors import DecodeError
 from .events import ReplicaChanged
+from .keysets import NO_KEYS
 from .members import Members
-from .replica import NO_KEYS, Change, Verdict, judge
+from .replica import Change, Verdict, judge
 from .tempo import GossipSettings, Tempo
-from .transfer import Assembly, decode_keys
+from .transfer import Arrival, Assembly, decode_keys
 
 STALLED_S = 1.0
 """A transfer without a part for so long gives way to another one."""
@@ -38,7 +37,7 @@ class Intake:
         emit: Callable[[ReplicaChanged], None],
         reject: Callable[[object, str, str], None],
         counters: Counter[str],
-        on_update: Callable[[str, Iterable[int], Iterable[int]], None],
+        on_update: Callable[[str, Keys, Keys], None],
     ) -> None:
         self._members = members
         self._max_keys = settings.max_keys
@@ -49,7 +48,10 @@ class Intake:
         self._on_update = on_update
 
     def take(self, update: Update, now: float) -> None:
-        """Take one update. O(its keys), and O(keys held) copied bytes when it completes a change."""
+        """Take one update. O(its keys), and O(keys held) copied bytes when it completes a change.
+
+        Each part is compared and summed up as it comes, so that the last one costs no more than the others.
+        """
         copy = self._members.copies.get(update.endpoint)
         if copy is None or copy.mine:
             self._counters["updates_unasked"] += 1
@@ -67,9 +69,10 @@ class Intake:
                 # Ranks that fit no key here mean that this is not the set that the change was made from.
                 self._members.discard(copy, now)
             return
-        change = self._assemble(copy, update, added, removed, now)
-        if change is None:
+        arrival = self._assemble(copy, update, added, removed, now)
+        if arrival is None:
             return
+        change = arrival.change
         if len(held) + len(change.added) - len(change.removed) > self._max_keys:
             self._reject_size(update)
             return
@@ -77,16 +80,17 @@ class Intake:
         self._members.learn_peer(owner_of(copy.endpoint), copy.contact, now)
         self._members.touched.add(copy.endpoint)
         self._tempo.stir(now)
-        self._apply(copy, update.incarnation, change, verdict, now)
+        self._apply(copy, update.incarnation, arrival, verdict, now)
 
     def _reject_size(self, update: Update) -> None:
         self._reject(update.endpoint, "too_many_keys", f"more than {self._max_keys} keys of one endpoint")
 
-    def _assemble(self, copy: Copy, update: Update, added: Keys, removed: Keys, now: float) -> Change | None:
+    def _assemble(self, copy: Copy, update: Update, added: Keys, removed: Keys, now: float) -> Arrival | None:
         """Return the whole change if this part completes it. A transfer under way keeps its place until it stalls."""
         if update.whole:
             codes = [(update.added, update.removed)]
-            return Change(update.since, update.version, added, removed, update.checksum, update.every, codes=codes)
+            change = Change(update.since, update.version, added, removed, update.checksum, update.every, codes=codes)
+            return Arrival(change, NO_KEYS, None)
         a = copy.assembly
         if a is not None and not a.is_of(update):
             if a.incarnation >= update.incarnation and now - a.touched_at < STALLED_S:
@@ -97,32 +101,33 @@ class Intake:
             a = Assembly(update, now)
         copy.assembly = a
         self._tempo.stir(now)
-        change = a.offer(update.lower, update.upper or KEY_LIMIT, added, removed, now)
-        if change is not None:
+        arrival = a.offer(update.lower, update.upper or KEY_LIMIT, added, removed, now, copy.keys.keys)
+        if arrival is not None:
             copy.assembly = None
         elif a.size > 2 * self._max_keys:
             copy.assembly = None
             self._reject_size(update)
-        return change
+        return arrival
 
-    def _apply(self, copy: Copy, incarnation: int, change: Change, verdict: Verdict, now: float) -> None:
+    def _apply(self, copy: Copy, incarnation: int, arrival: Arrival, verdict: Verdict, now: float) -> None:
         keys, before = copy.keys, copy.keys.keys
+        change = arrival.change
         gained, lost = change.added, change.removed
         if verdict is Verdict.REPLACE:
-            gained = np.setdiff1d(change.added, before, assume_unique=True)
-            lost = np.setdiff1d(before, change.added, assume_unique=True)
+            gained, lost = arrival.step_from(before)
         elif not keys.fits(gained, lost):
             self._members.discard(copy, now)
             return
         if verdict is Verdict.REPLACE and (incarnation != copy.incarnation or not keys.version):
-            keys.replace(change.version, change.added, change.every, now)
+            keys.replace(change.version, change.added, change.every, now, arrival.total)
             if incarnation != copy.incarnation:
                 copy.incarnation, copy.heartbeat, copy.revision = incarnation, 0, 0
             self._emit(ReplicaChanged(copy.endpoint, "replaced"))
         else:
             # A snapshot of the same life is a step too: without it this node could pass on nothing but snapshots.
             codes = change.codes[0] if change.codes and verdict is Verdict.APPLY else None
-            keys.advance(change.version, gained, lost, change.every, now, codes)
+            whole = change.added if verdict is Verdict.REPLACE else None
+            keys.advance(change.version, gained, lost, change.every, now, codes, whole)
         a = copy.assembly
         if a is not None and (a.version <= change.version or a.since not in (0, change.version)):
             copy.assembly = None
@@ -131,7 +136,7 @@ class Intake:
             copy.keys.replace(copy.keys.version, before)
             self._members.discard(copy, now)
             return
-        self._on_update(copy.endpoint, gained.tolist(), lost.tolist())
+        self._on_update(copy.endpoint, gained, lost)
 
 
 _COUNTERS = {verdict: f"updates_{verdict.value.replace(' ', '_')}" for verdict in Verdict}

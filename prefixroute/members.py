@@ -13,14 +13,15 @@ Rules:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 
 from cachetools import LRUCache
 
+from .codec import Keys
 from .copies import Copy, Left, Peer, owner_of
 from .digest import LAST_BEAT, VectorEntry
 from .events import NodeEvent, PeerChanged, ReplicaChanged
-from .replica import NO_KEYS
+from .keysets import NO_KEYS
 from .tempo import GossipSettings, Tempo
 
 MAX_INCARNATION = 2**63 - 1
@@ -38,7 +39,7 @@ class Members:
         tempo: Tempo,
         emit: Callable[[NodeEvent], None],
         counters: Counter[str],
-        on_update: Callable[[str, Iterable[int], Iterable[int]], None],
+        on_update: Callable[[str, Keys, Keys], None],
     ) -> None:
         self.node = node
         self.peers: dict[str, Peer] = {}
@@ -144,7 +145,7 @@ class Members:
         copy = self.copies.pop(endpoint)
         self._gone[endpoint] = copy.beat
         if len(copy.keys):
-            self._on_update(endpoint, (), copy.keys.tolist())
+            self._on_update(endpoint, NO_KEYS, copy.keys.keys)
         self._emit(ReplicaChanged(endpoint, "forgotten", reason))
 
     def discard(self, copy: Copy, now: float) -> None:
@@ -274,12 +275,12 @@ class Members:
             self._empty(copy, "incarnation", now)
 
     def _empty(self, copy: Copy, reason: str, now: float) -> None:
-        lost = copy.keys.tolist()
+        lost = copy.keys.keys
         copy.keys.replace(0, NO_KEYS)
         copy.assembly = None
         self._tempo.stir(now)
         self._emit(ReplicaChanged(copy.endpoint, "discarded", reason))
-        self._on_update(copy.endpoint, (), lost)
+        self._on_update(copy.endpoint, NO_KEYS, lost)
 
     def _defend(self, copy: Copy, entry: VectorEntry, now: float) -> None:
         """Move an own endpoint past words of it that are not this life's."""

@@ -10,13 +10,16 @@ engine sends raises.
     operator    events()   counters   stats(now)      explain(decision)
 
 `now` is any clock in seconds that does not go back; only differences matter.
+
+No call takes long, a few milliseconds at most: a large batch, a peer's large set, an answer of many datagrams are taken
+on in slices. While something is left to do the timer is due at once, and `handle_timer` does the next slice.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -49,6 +52,10 @@ from .policy import Policy, RentOrBuy
 from .residency import Residency
 from .router import Flight, Hooks, Router
 from .tempo import GossipSettings
+from .upkeep import Upkeep
+
+SEND_BYTES = 16384
+"""Of an answer so much is encoded at once, or one datagram that is larger: 2 ms."""
 
 MAX_EVENTS = 1024
 """Node events kept for a caller that does not drain them; older ones go first."""
@@ -113,6 +120,8 @@ class Node:
         self._events: deque[NodeEvent] = deque(maxlen=MAX_EVENTS)
         self._locals: dict[str, LocalEndpoint] = {}
         self._now = now
+        self._gossiped = False
+        """Whether the last timer went to gossip."""
         # Each node's flag lasts a little longer or shorter, so that not all are asked again at one moment.
         self._push_back_ttl_s = self.settings.push_back.ttl_s * rng.uniform(0.8, 1.2)
         self._router = Router(
@@ -127,6 +136,7 @@ class Node:
             Hooks(self._learn, self._begun, self._ended),
         )
         self._index, self._fleet = self._router.index, self._router.fleet
+        self._upkeep = Upkeep(self._index)
         self._gossip = Gossip(
             node, domain, self.settings, rng, now, self._events.append, self.counters, self._index_replica
         )
@@ -164,13 +174,14 @@ class Node:
         return endpoint
 
     def remove_endpoint(self, endpoint: str, now: float) -> None:
-        """Own an endpoint no longer: no work goes there any more, and peers hear that it has left. O(its keys)."""
+        """Own an endpoint no longer: no work goes there any more, and peers hear that it has left."""
         local = self._local(endpoint)
-        keys = {wire_key(key) for key in local.residency.published()}
+        self._begin(now)
         self._gossip.members.leave(endpoint, now)
         del self._locals[endpoint]
         self._fleet.drop(endpoint)
-        self._index.leave(endpoint, keys)
+        self._upkeep.retire(endpoint, map(wire_key, local.residency.published()))
+        self._upkeep.go_on()
 
     def leave(self, now: float) -> None:
         """Remove all endpoints and tell every peer at once; send what `datagrams_to_send` then returns, and stop."""
@@ -182,11 +193,13 @@ class Node:
         """Gossip with another node at `address`, which is the transport's own and opaque here."""
         if node == self.node:
             raise UsageError("a node is no peer of itself")
+        self._begin(now)
         self._gossip.members.add_peer(_name(node), address, now)
         self._follow_copies(now)
 
     def remove_peer(self, node: str, now: float) -> None:
-        """Stop gossiping with a node and forget its endpoints, whoever still speaks of them. O(its keys)."""
+        """Stop gossiping with a node and forget its endpoints, whoever still speaks of them."""
+        self._begin(now)
         if self._gossip.members.remove_peer(node):
             self._follow_copies(now)
 
@@ -194,23 +207,29 @@ class Node:
 
     def receive_datagram(self, data: bytes, source: Hashable, now: float) -> None:
         """Take a datagram. Bad bytes are counted and told by an event, never raised."""
-        self._now = now
+        self._begin(now)
         self._gossip.receive(data, source, now)
         self._follow_copies(now)
+        self._gossip.pack(SEND_BYTES)
 
     def datagrams_to_send(self, now: float) -> list[Datagram]:
         """Return the datagrams to send now; each is returned once."""
         return self._gossip.take_outbox()
 
     def next_timer(self) -> float:
-        """Return the clock reading at which `handle_timer` wants to be called."""
-        return self._gossip.tempo.next_at
+        """Return the clock reading at which `handle_timer` wants to be called; one that is past asks for it at once."""
+        due_at = self._gossip.tempo.next_at
+        return min(self._now, due_at) if self._behind() else due_at
 
     def handle_timer(self, now: float) -> None:
-        """Do what is due: advertise, sweep, gossip. O(endpoints)."""
-        self._now = now
-        if now < self._gossip.tempo.next_at:
+        """Do what is due: advertise, sweep, gossip; or a slice of what is left to do. O(endpoints)."""
+        self._begin(now)
+        # In turn, so that neither waits for ever where the timer is handled at its own pace.
+        if now < self._gossip.tempo.next_at or (self._gossiped and self._behind()):
+            self._gossiped = False
+            self._slice(now)
             return
+        self._gossiped = True
         for endpoint, local in self._locals.items():
             self._advertise(endpoint, now)
             local.publisher.gather(now)
@@ -228,9 +247,10 @@ class Node:
     # --- engine --------------------------------------------------------------------------------------------
 
     def apply(self, endpoint: str, batch: EngineBatch, now: float) -> None:
-        """Apply what the endpoint's engine did. Never raises for its content.
+        """Apply what the endpoint's engine did; of a large batch the first portion, the rest with the next timers.
 
-        An endpoint is one data-parallel rank: the first batch says which, and batches of another one are refused.
+        Never raises for its content. An endpoint is one data-parallel rank: the first batch says which, and batches of
+        another one are refused.
         """
         local = self._local(endpoint)
         if not all(isinstance(event, (StreamGap, StreamRestarted)) for event in batch.events):
@@ -240,7 +260,16 @@ class Node:
             elif local.rank != batch.rank:
                 self._refuse_rank(endpoint, local.rank, batch.rank)
                 return
-        self._took(endpoint, *local.apply(batch, now))
+        self._apply_next(endpoint, batch, now)
+
+    def _apply_next(self, endpoint: str, batch: EngineBatch | None, now: float) -> None:
+        """Apply the next portion of what the endpoint's engine did, of this batch or of one that waits still."""
+        local = self._locals[endpoint]
+        portion = local.portion(batch)
+        if portion is None:
+            return
+        self._took(endpoint, *local.apply(portion, now))
+        self._now = now
         self._gossip.tempo.stir(now)
         if local.residency.hit_unit not in (0, local.copy.advert.hit_unit):
             # The first event tells the engine's block; until then a match is rounded down to the canonical one.
@@ -350,6 +379,18 @@ class Node:
 
     # --- upkeep --------------------------------------------------------------------------------------------
 
+    def _behind(self) -> bool:
+        """Whether anything is left to do in slices."""
+        return self._upkeep.waiting or self._gossip.packing or any(local.backlog for local in self._locals.values())
+
+    def _slice(self, now: float) -> None:
+        """Do a slice of what is left to do, of each kind."""
+        self._upkeep.go_on()
+        self._gossip.pack(SEND_BYTES)
+        behind = next((name for name, local in self._locals.items() if local.backlog), None)
+        if behind is not None:
+            self._apply_next(behind, None, now)
+
     def _learn(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """A request was served: by a local endpoint, its engine's speed and cache show."""
         flight.chain.remember()
@@ -389,15 +430,18 @@ class Node:
         standing = self._fleet.standings[endpoint]
         self._events.extend(self._locals[endpoint].advertise(standing, self._push_back_ttl_s, now))
 
-    def _index_replica(self, endpoint: str, added: Iterable[int], removed: Iterable[int]) -> None:
+    def _begin(self, now: float) -> None:
+        """Begin a call that may do a slice of upkeep."""
+        self._now = now
+        self._upkeep.begin()
+
+    def _index_replica(self, endpoint: str, added: Keys, removed: Keys) -> None:
         """Gossip changed a replica's keys."""
         copy = self._gossip.copies.get(endpoint)
         if endpoint not in self._fleet.standings:
             assert copy is not None
             self._join(copy, self._now)
-        if copy is not None:
-            self._index.set_stride(endpoint, copy.keys.every)
-        self._index.update(endpoint, added, removed)
+        self._upkeep.take(endpoint, added, removed, copy.keys.every if copy is not None else 1)
 
     def _join(self, copy: Copy, now: float) -> None:
         self._index.join(copy.endpoint)
@@ -409,7 +453,7 @@ class Node:
         copies = self._gossip.copies
         for endpoint in [name for name in self._fleet.standings if name not in copies]:
             self._fleet.drop(endpoint)
-            self._index.leave(endpoint, ())
+            self._upkeep.retire(endpoint)
         for endpoint in sorted(self._gossip.take_touched()):
             copy = copies.get(endpoint)
             if copy is None:
@@ -420,6 +464,7 @@ class Node:
             else:
                 standing.peer = self._gossip.peers.get(owner_of(endpoint))
                 self._fleet.refresh(standing, now)
+        self._upkeep.go_on()
 
     def _local(self, endpoint: str) -> LocalEndpoint:
         try:
@@ -441,7 +486,7 @@ class Node:
                 self._locals[endpoint].publisher._check()
             else:
                 expected[endpoint] = set(copy.keys.tolist())
-        self._index._check(expected)
+        self._upkeep._check(expected)
 
 
 def _name(text: str) -> str:

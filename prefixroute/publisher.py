@@ -10,7 +10,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 from .anchors import Anchors, choose_stride
 from .chain import wire_key
@@ -18,6 +18,9 @@ from .changes import Changes
 from .forest import Forest
 from .promises import Promise, Promises
 from .replica import OwnedSet
+
+FOLLOW_BLOCKS = 1024
+"""Touched blocks that are looked at without waiting for the next round, which would take too long at once."""
 
 REFIT_S = 5.0
 """How often the anchor stride is thought over: the number of ends costs a walk over all edges."""
@@ -54,10 +57,47 @@ class Publisher:
         """The anchor stride at present; 1 publishes every block."""
         return self._anchors.every if self._anchors is not None else 1
 
-    def note(self, gained: Iterable[int], lost: Iterable[int]) -> Changes:
+    def note(self, gained: Collection[int], lost: Collection[int]) -> Changes:
         """Take 64-bit keys that came and went; return the wire keys that did, for the index. O(changes)."""
+        noted = self._note(gained, lost)
+        if self._anchors is None:
+            self._publish(noted)
+        elif self._source.touched > FOLLOW_BLOCKS:
+            self._publish(self._follow(self._anchors))
+        return noted
+
+    def promise(self, ticket: int, promise: Promise) -> None:
+        """Take blocks that a prompt will bring; peers are told with the next round if it is still under way. O(1)."""
+        self._promises.begin(ticket, promise)
+
+    def over(self, ticket: int) -> None:
+        """Take back what is left of a prompt's promise: by now the engine has told. O(its blocks)."""
+        lost = self._promises.end(ticket)
+        if lost:
+            self._keys.gather(Changes(set(), {wire for wire in lost if not self._has(wire)}))
+
+    def gather(self, now: float) -> None:
+        """Bring what is to be published up to date. O(changes); O(blocks) array work when the stride changes."""
+        blocks = self._source.published
+        if now - self._fitted_at >= REFIT_S or blocks > 2 * self._fitted_blocks:
+            self._refit(blocks, now)
+        if self._anchors is not None:
+            self._publish(self._follow(self._anchors))
+        gained = self._promises.settle(self.every, self._source.hits is not None)
+        if gained:
+            self._keys.gather(Changes({wire for wire in gained if not self._has(wire)}, set()))
+
+    def _note(self, gained: Collection[int], lost: Collection[int]) -> Changes:
         noted = Changes(set(), set())
         repeats, held = self._repeats, self._held
+        if not repeats:
+            # The usual case: no two blocks share a wire key, and with those that come it stays so.
+            noted.removed.update(map(wire_key, lost))
+            wires = set(map(wire_key, gained))
+            if len(wires) == len(gained) and all(wire in noted.removed for wire in wires if held(wire)):
+                noted.gain_all(wires)
+                return noted
+            lost = ()
         for key in lost:
             wire = wire_key(key)
             more = repeats.get(wire, 0)
@@ -73,35 +113,17 @@ class Publisher:
                 repeats[wire] = repeats.get(wire, 0) + 1
             else:
                 noted.gain(wire)
-        if self._anchors is None:
-            self._publish(noted)
         return noted
 
-    def promise(self, ticket: int, promise: Promise) -> None:
-        """Take blocks that a prompt will bring; peers are told with the next round if it is still under way. O(1)."""
-        self._promises.begin(ticket, promise)
-
-    def over(self, ticket: int) -> None:
-        """Take back what is left of a prompt's promise: by now the engine has told. O(its blocks)."""
-        lost = self._promises.end(ticket)
-        if lost:
-            self._keys.gather(Changes(set(), {wire for wire in lost if not self._has(wire)}))
-
-    def gather(self, now: float) -> None:
-        """Bring what is to be published up to date. O(changes); O(blocks) when the stride changes."""
-        blocks = self._source.published
-        if now - self._fitted_at >= REFIT_S or blocks > 2 * self._fitted_blocks:
-            self._refit(blocks, now)
-        if self._anchors is not None:
-            self._publish(self._anchors.follow(self._source))
-        gained = self._promises.settle(self.every, self._source.hits is not None)
-        if gained:
-            self._keys.gather(Changes({wire for wire in gained if not self._has(wire)}, set()))
+    def _follow(self, anchors: Anchors) -> Changes:
+        """Bring the anchors up to date, by the touched blocks or, when these are more than the anchors, afresh."""
+        source = self._source
+        return anchors.rebuild(source) if source.touched > len(anchors) + FOLLOW_BLOCKS else anchors.follow(source)
 
     def _publish(self, changes: Changes) -> None:
         """Take what the residency gained and lost; what is promised is published anyway."""
         promised = self._promises
-        if promised:
+        if len(promised):
             changes = Changes(
                 {wire for wire in changes.added if wire not in promised},
                 {wire for wire in changes.removed if wire not in promised},
@@ -118,10 +140,9 @@ class Publisher:
         if every == self.every:
             return
         if self._anchors is None:
-            # All blocks are anchors of stride 1, and all of them are published or about to be.
-            self._anchors = Anchors(1)
-            self._anchors.rebuild(self._source)
-        self._publish(self._anchors.set_every(every, self._source))
+            self._anchors = Anchors(every)
+        self._anchors.set_every(every, self._source)
+        self._keys.become({*self._anchors, *self._promises})
         self._keys.stride = every
         if every == 1:
             self._source.watch_anchors(False)

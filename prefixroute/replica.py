@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from .changes import Changes
 from .codec import Keys
 from .digest import checksum
+from .keysets import NO_KEYS, Difference, after, difference, patched, sorted_keys
 
 LOG_BYTES = 256 * 1024
 """Bound of a set's log of changes: about 16,000 changed keys, a minute of 250 blocks a second."""
@@ -43,7 +44,9 @@ STEP_BYTES = 256
 MAX_CHANGES = 16
 """Changes that a set keeps for its receivers: most are one or two versions behind."""
 
-NO_KEYS: Keys = np.empty(0, np.uint64)
+FOLD_KEYS = 8192
+"""Pending keys that are kept one by one before they are folded into arrays: publishing costs no more than these."""
+
 Ranks: TypeAlias = NDArray[np.int64]
 Codes: TypeAlias = tuple[bytes, bytes]
 """Added keys and ranks of removed ones, as they travel."""
@@ -207,14 +210,13 @@ class WriterSet:
         every: int = 1,
         now: float = 0.0,
         codes: Codes | None = None,
+        whole: Keys | None = None,
     ) -> None:
-        """Apply a net change that leads to `version`. O(n) copied bytes. `codes` are passed on as they came."""
-        keys = self.keys
-        if len(removed):
-            at = np.searchsorted(keys, removed)
-            keys = np.delete(keys, at)
-        if len(added):
-            keys = np.insert(keys, np.searchsorted(keys, added), added)
+        """Apply a net change that leads to `version`. O(n) copied bytes. `codes` are passed on as they came.
+
+        `whole` is what it leads to, where that is known.
+        """
+        keys = patched(self.keys, added, removed) if whole is None else whole
         self._checksum = (self._checksum + checksum(added) - checksum(removed)) % 2**64
         kept = [codes] if codes is not None else []
         step = _Step(self.version, version, added, removed, self._checksum, every, len(self.keys), now, kept)
@@ -237,10 +239,11 @@ class WriterSet:
         found[inside] = self.keys[at[inside]] == keys[inside]
         return found
 
-    def replace(self, version: int, keys: Keys, every: int = 1, now: float = 0.0) -> None:
-        """Become `keys` at `version`, with an empty log."""
+    def replace(self, version: int, keys: Keys, every: int = 1, now: float = 0.0, total: int | None = None) -> None:
+        """Become `keys` at `version`, with an empty log. `total` is their checksum if known. O(n), or O(1)."""
         self._begun_at = now
-        self.keys, self.version, self.every, self._checksum = keys, version, every, checksum(keys)
+        self._checksum = checksum(keys) if total is None else total
+        self.keys, self.version, self.every = keys, version, every
         self._log.clear()
         self._changes.clear()
         self._log_bytes = 0
@@ -327,7 +330,7 @@ class WriterSet:
         if not steps:
             return None
         added, removed = _net(steps)
-        keys = np.sort(np.concatenate([np.setdiff1d(self.keys, added, assume_unique=True), removed]))
+        keys = patched(self.keys, removed, added)
         every = next((step.every for step in self._log if step.version == version), None)
         if every is None:
             # The log begins there, and does not tell at which stride.
@@ -348,7 +351,7 @@ class WriterSet:
 class OwnedSet(WriterSet):
     """The owner's side: changes gather until they are published as the next version."""
 
-    __slots__ = ("_pending", "_published_at", "stride")
+    __slots__ = ("_folded", "_pending", "_published_at", "stride")
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,22 +359,31 @@ class OwnedSet(WriterSet):
         self.stride = 1
         """The anchor stride of what is published next."""
         self._pending = Changes(set(), set())
+        self._folded = Difference(NO_KEYS, NO_KEYS)
+        """Added and removed keys that are pending since longer."""
         self._published_at = float("-inf")
 
     def gather(self, changes: Changes) -> None:
         """Take wire keys that came and went. O(changes)."""
-        for key in changes.removed:
-            self._pending.lose(key)
-        for key in changes.added:
-            self._pending.gain(key)
+        self._pending.lose_all(changes.removed)
+        self._pending.gain_all(changes.added)
+        if len(self._pending.added) + len(self._pending.removed) >= FOLD_KEYS:
+            self._fold()
+
+    def become(self, keys: set[int]) -> None:
+        """Take what is to be held once all is published, whatever was pending. O(n), 20 ns a key."""
+        self._pending = Changes(set(), set())
+        self._folded = difference(sorted_keys(keys), self.keys)
 
     def pending(self) -> set[int]:
         """Return the keys as they will be once all is published. O(n)."""
-        return (set(self.tolist()) - self._pending.removed) | self._pending.added
+        self._fold()
+        keys: list[int] = patched(self.keys, *self._folded).tolist()
+        return set(keys)
 
     def due(self, share: float, within_s: float, now: float) -> bool:
         """Whether there is something to publish that is `share` of the set, or that long after the last time."""
-        n = len(self._pending.added) + len(self._pending.removed)
+        n = len(self._pending.added) + len(self._pending.removed) + len(self._folded.left) + len(self._folded.right)
         if not n and self.stride == self.every:
             return False
         # A float's rounding must not put it off by a whole exchange.
@@ -379,29 +391,26 @@ class OwnedSet(WriterSet):
 
     def publish(self, now: float = 0.0) -> bool:
         """Step the version if there is anything new since the last step. O(n) copied bytes."""
-        pending = self._pending
-        if not pending.added and not pending.removed and self.stride == self.every:
+        self._fold()
+        added, removed = self._folded
+        if not len(added) and not len(removed) and self.stride == self.every:
             return False
-        self.advance(self.version + 1, _sorted(pending.added), _sorted(pending.removed), self.stride, now)
-        self._pending, self._published_at = Changes(set(), set()), now
+        self.advance(self.version + 1, added, removed, self.stride, now)
+        self._folded, self._published_at = Difference(NO_KEYS, NO_KEYS), now
         return True
+
+    def _fold(self) -> None:
+        if self._pending.added or self._pending.removed:
+            recent = Difference(sorted_keys(self._pending.added), sorted_keys(self._pending.removed))
+            self._folded = after(self._folded, recent)
+            self._pending = Changes(set(), set())
 
 
 def _net(steps: list[_Step]) -> tuple[Keys, Keys]:
     """What successive steps come to: keys added and keys removed."""
     if len(steps) == 1:
         return steps[0].added, steps[0].removed
-    added: set[int] = set()
-    removed: set[int] = set()
+    net = Difference(NO_KEYS, NO_KEYS)
     for step in steps:
-        for key in step.removed.tolist():
-            added.remove(key) if key in added else removed.add(key)
-        for key in step.added.tolist():
-            removed.remove(key) if key in removed else added.add(key)
-    return _sorted(added), _sorted(removed)
-
-
-def _sorted(keys: set[int]) -> Keys:
-    array = np.fromiter(keys, np.uint64, len(keys))
-    array.sort()
-    return array
+        net = after(net, Difference(step.added, step.removed))
+    return net.left, net.right

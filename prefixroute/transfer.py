@@ -19,9 +19,10 @@ from typing import NamedTuple
 import numpy as np
 
 from .codec import Keys, decode_sorted, encode_sorted, encoded_bytes
-from .digest import KEY_LIMIT, MAX_MISSING, Update, VectorEntry, encode_part
+from .digest import KEY_LIMIT, MAX_MISSING, Update, VectorEntry, checksum, encode_part
 from .errors import DecodeError
-from .replica import NO_KEYS, Base, Change, Codes, WriterSet
+from .keysets import NO_KEYS, Difference, difference, within
+from .replica import Base, Change, Codes, WriterSet
 
 UPDATE_OVERHEAD_BYTES = 80
 """Upper bound of an encoded update's fields beside its endpoint, addresses and keys."""
@@ -188,6 +189,8 @@ def _fit(change: Change, lower: int, upper: int, room: int) -> int | None:
     base = _base(change) if len(removed) else None
     if _bound(base, added, removed, lower, upper) <= room:
         return upper
+    if base is None:
+        return _fit_added(added, lower, room)
     # No key takes less than two bits, so no more than this many can fit.
     keys = np.concatenate([added[: 4 * room], removed[: 4 * room]])
     keys.sort()
@@ -202,6 +205,18 @@ def _fit(change: Change, lower: int, upper: int, room: int) -> int | None:
     return int(keys[few]) if few else None
 
 
+def _fit_added(added: Keys, lower: int, room: int) -> int | None:
+    """The same where no key is removed, which every snapshot is: how many keys a part has is what is looked for."""
+    few, many = 0, min(len(added) - 1, 4 * room)
+    while few < many:
+        n = (few + many + 1) // 2
+        if encoded_bytes(int(added[n]) - lower, n) <= room:
+            few = n
+        else:
+            many = n - 1
+    return int(added[few]) if few else None
+
+
 def _bound(base: Base | None, added: Keys, removed: Keys, lower: int, upper: int) -> int:
     """Upper bound of the bytes of these keys of a change, all those in [lower, upper)."""
     size = encoded_bytes(upper - lower, len(added))
@@ -211,13 +226,42 @@ def _bound(base: Base | None, added: Keys, removed: Keys, lower: int, upper: int
     return size
 
 
+class Arrival(NamedTuple):
+    """A change that has come whole. `step` is what a snapshot makes of `base`, compared part by part as they came.
+
+    `total` is the checksum of a snapshot's keys, None where it was not summed up.
+    """
+
+    change: Change
+    base: Keys
+    step: Difference | None
+    total: int | None = None
+
+    def step_from(self, held: Keys) -> Difference:
+        """Return what the snapshot adds to, and removes from, what is held."""
+        if self.step is not None and self.base is held:
+            return self.step
+        return difference(self.change.added, held)
+
+
+class _Part(NamedTuple):
+    """The keys of one range up to `upper`; of a snapshot, what it differs in from what was held, too."""
+
+    upper: int
+    added: Keys
+    removed: Keys
+    step: Difference
+
+
 class Assembly:
     """A change that arrives in parts, each the keys of one range; parts may come twice, overlap, and in any order."""
 
     __slots__ = (
+        "_base",
         "_covered",
         "_lowers",
         "_parts",
+        "_total",
         "checksum",
         "every",
         "incarnation",
@@ -237,30 +281,57 @@ class Assembly:
         self.size = 0
         """Keys that have come, each part counted for `PART_KEYS` at least: what it takes to keep them."""
         self._covered = 0
-        # Disjoint ranges: their lower ends in order, and by lower end (upper, added, removed).
+        # Disjoint ranges: their lower ends in order, and by lower end.
         self._lowers: list[int] = []
-        self._parts: dict[int, tuple[int, Keys, Keys]] = {}
+        self._parts: dict[int, _Part] = {}
+        self._base: Keys | None = NO_KEYS
+        """What the parts of a snapshot were compared with; None when that was not one set."""
+        self._total = 0
 
     def is_of(self, update: Update) -> bool:
         """Whether an update is a part of this transfer."""
         mine = (self.incarnation, self.since, self.version)
         return mine == (update.incarnation, update.since, update.version)
 
-    def offer(self, lower: int, upper: int, added: Keys, removed: Keys, now: float) -> Change | None:
-        """Take what is new in a part; return the whole change once it is there. O(log parts) and a memmove."""
+    def offer(
+        self, lower: int, upper: int, added: Keys, removed: Keys, now: float, held: Keys = NO_KEYS
+    ) -> Arrival | None:
+        """Take what is new in a part; return the whole change once it is there. O(part), and O(keys) copied at last.
+
+        `held` is what the receiver holds now.
+        """
+        if not self._parts:
+            self._base = held
+        elif self._base is not held:
+            self._base = None
         for start, end in list(self._missing(lower, upper)):
-            part = (end, _between(added, start, end), _between(removed, start, end))
+            part = self._part(start, end, added, removed)
             self._parts[start] = part
             insort(self._lowers, start)
             self._covered += end - start
-            self.size += max(PART_KEYS, len(part[1]) + len(part[2]))
+            self.size += max(PART_KEYS, len(part.added) + len(part.removed))
             self.touched_at = now
         if self._covered < KEY_LIMIT:
             return None
         parts = [self._parts[start] for start in self._lowers]
-        adds = np.concatenate([part[1] for part in parts])
-        removes = np.concatenate([part[2] for part in parts])
-        return Change(self.since, self.version, adds, removes, self.checksum, self.every)
+        adds, removes = _joined([part.added for part in parts]), _joined([part.removed for part in parts])
+        change = Change(self.since, self.version, adds, removes, self.checksum, self.every)
+        if self.since:
+            return Arrival(change, NO_KEYS, None)
+        total = self._total % 2**64
+        if self._base is None:
+            return Arrival(change, NO_KEYS, None, total)
+        gained, lost = _joined([part.step.left for part in parts]), _joined([part.step.right for part in parts])
+        return Arrival(change, self._base, Difference(gained, lost), total)
+
+    def _part(self, lower: int, upper: int, added: Keys, removed: Keys) -> _Part:
+        added, removed = _between(added, lower, upper), _between(removed, lower, upper)
+        if self.since:
+            return _Part(upper, added, removed, _NO_STEP)
+        self._total += checksum(added)
+        if self._base is None:
+            return _Part(upper, added, removed, _NO_STEP)
+        return _Part(upper, added, removed, difference(added, _between(self._base, lower, upper)))
 
     def missing(self, limit: int = MAX_MISSING) -> list[tuple[int, int]]:
         """Return the first `limit` ranges of which nothing has come."""
@@ -270,18 +341,22 @@ class Assembly:
         """Yield the ranges within [lower, upper) of which nothing has come."""
         i = bisect_right(self._lowers, lower)
         if i:
-            lower = max(lower, self._parts[self._lowers[i - 1]][0])
+            lower = max(lower, self._parts[self._lowers[i - 1]].upper)
         while lower < upper:
             start = self._lowers[i] if i < len(self._lowers) else KEY_LIMIT
             if lower < start:
                 yield lower, min(start, upper)
-            lower = self._parts[start][0] if start < upper else upper
+            lower = self._parts[start].upper if start < upper else upper
             i += 1
 
 
 def _between(keys: Keys, lower: int, upper: int) -> Keys:
     """The keys within [lower, upper)."""
-    if lower == 0 and upper == KEY_LIMIT:
-        return keys
-    start, end = np.searchsorted(keys, np.array([lower, upper], np.uint64))
-    return keys[start:end]
+    return keys if lower == 0 and upper == KEY_LIMIT else within(keys, lower, upper)
+
+
+def _joined(arrays: list[Keys]) -> Keys:
+    return np.concatenate([keys for keys in arrays if len(keys)] or [NO_KEYS])
+
+
+_NO_STEP = Difference(NO_KEYS, NO_KEYS)

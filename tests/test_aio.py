@@ -27,6 +27,7 @@ from prefixroute import (
     UsageError,
 )
 from prefixroute.aio import MAX_QUEUED_DATAGRAMS, Driver, Transport, UdpTransport
+from prefixroute.portions import PORTION_BLOCKS
 from prefixroute.testing import stored
 
 DEADLINE_S = 30.0
@@ -455,5 +456,54 @@ def test_nodes_learn_each_other_over_udp_from_one_seed_and_hear_one_leave() -> N
         await drivers[3].leave()
         for driver in drivers[:3]:
             await driver.close()
+
+    run(main())
+
+
+class Flood:
+    """A transport that always has another datagram, until `left` are taken."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    async def send(self, address: Hashable, data: bytes) -> None:
+        return
+
+    async def receive(self) -> tuple[bytes, Hashable]:
+        if not self.left:
+            await asyncio.get_running_loop().create_future()
+        self.left -= 1
+        return b"no datagram", "somebody"
+
+    async def close(self) -> None:
+        return
+
+
+def test_the_event_loop_goes_on_between_two_datagrams() -> None:
+    async def main() -> None:
+        flood = Flood(200)
+        turns = 0
+        async with Driver(Node("a", DOMAIN, rng=random.Random(1), now=0.0, settings=SLOW), flood):
+            while flood.left:
+                turns += 1
+                await asyncio.sleep(0)
+        assert turns >= 200
+
+    run(main())
+
+
+def test_the_event_loop_goes_on_between_two_slices() -> None:
+    async def main() -> None:
+        node = Node("a", DOMAIN, rng=random.Random(1), now=0.0, settings=SLOW)
+        node.add_endpoint(incarnation=1, now=0.0)
+        turns = 0
+        async with Driver(node, Flood(0)) as driver:
+            await asyncio.sleep(0)
+            node.apply("a/0", stored(list(range(20 * PORTION_BLOCKS * 16))), driver.now())
+            driver.wake()
+            while node.residency("a/0").canonical_blocks < 20 * PORTION_BLOCKS:
+                turns += 1
+                await asyncio.sleep(0)
+        assert turns >= 10
 
     run(main())

@@ -179,3 +179,25 @@ def test_engines_compares_contenders_on_the_same_requests() -> None:
     assert rows["sticky"]["cold"] == [6] and rows["sticky"]["forwards"] == [0]
     # One cold prefill a prefix, and one more where two nodes got it at once.
     assert 6 <= rows["routed"]["cold"][0] <= 9 and rows["routed"]["forwards"][0] > 0
+
+
+def test_upkeep_times_each_kind_of_change_and_the_longest_call() -> None:
+    values = figures("upkeep.py", "--keys", "3000", "--repeat", "1", "--path", "200")
+    for frame in ("streams", "1,200 B"):
+        for what in ("added", "snapshot, 10 % differ", "snapshot, all differ", "another life", "forgotten"):
+            both = [value for name, value in values.items() if frame in name and what in name and "best" in name]
+            # Microseconds a key; the longest call; but for what nobody sends, the sender's.
+            assert len(both) == (2 if what == "forgotten" else 3) and min(both) > 0
+    assert 0 < the(values, "index, 4 endpoints", "add", "best") < 100
+    assert the(values, "batches of 64, every block: publish, longest", "best") > 0
+
+
+def test_scale_fits_growth_over_cells() -> None:
+    values = figures("scale.py", "--endpoints", "4,8", "--blocks", "5000,20000", "--depths", "1")
+    assert the(values, "4 endpoints, 5,000 blocks", "memory per key") > 20
+    for n in (4, 8):
+        assert 4 < the(values, f"{n} endpoints, 5,000 blocks", "snapshot") / 5 < 6
+        # Every other block of 20,000 would be too much: a quarter, and the ends.
+        assert 40 < the(values, f"{n} endpoints, 20,000 blocks, 3 depths", "snapshot") < 50
+    assert the(values, "growth of gossip to a joiner with endpoints", "5,000") == pytest.approx(1.22, abs=0.1)
+    assert abs(the(values, "growth of memory with distinct depths")) < 1

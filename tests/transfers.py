@@ -115,7 +115,8 @@ def parts_of(case: Case, rooms: list[int], ranges: tuple[tuple[int, int], ...] =
 
 
 def offered(assembly: Assembly, update: Update, held: set[int], now: float = 0.0) -> Change | None:
-    return assembly.offer(update.lower, update.upper or KEY_LIMIT, *decode_keys(update, keys(*held)), now)
+    arrival = assembly.offer(update.lower, update.upper or KEY_LIMIT, *decode_keys(update, keys(*held)), now)
+    return arrival.change if arrival is not None else None
 
 
 def same(one: Change | None, other: Change) -> bool:
