@@ -40,6 +40,12 @@ SURPRISE = 0.2
 SURPRISE_FADES_S = 30.0
 """Time in which a surprise is worth a third."""
 
+LOOKED_DOWN = 64
+"""Places of the ranking that a decision looks at for the first of many endpoints."""
+
+SAMPLED = 32
+"""Endpoints that stand for more which are not up there: the best of so many is within 3 % of the best rank."""
+
 DEFAULT_RTT_S = 0.001
 """Network round trip to a peer until it is measured."""
 
@@ -423,19 +429,26 @@ class Fleet:
     def cheapest(self, mask: int, n: int) -> list[Standing]:
         """Return the `n` endpoints of `mask` that are cheapest to reach, in order.
 
-        O(bits), and O(n) as a rule: of many the first are found soon down the ranking. Holders of a hot prefix may all
-        be at its end, since they are the busiest, so the look down it is as long as the mask is wide, and no longer.
+        O(n) as a rule: of many the first are found soon down the ranking. Holders of a hot prefix may all be at its
+        end, since they are the busiest, so the look down it is bounded, and the cheapest of `SAMPLED` of them taken by
+        chance will do: to look at all of 1,024 took 0.3 ms.
         """
         if not mask & (mask - 1):
             return [self.by_bit[mask]] if mask else []
         bits = mask.bit_count()
         found: list[Standing] = []
         if bits > n:
-            for _, _, bit in self._ranking if bits >= len(self._ranking) else islice(self._ranking, bits):
+            for _, _, bit in islice(self._ranking, min(bits, LOOKED_DOWN)):
                 if bit & mask:
                     found.append(self.by_bit[bit])
                     if len(found) == n:
                         return found
+            if bits > SAMPLED + len(found):
+                # Those that were found are the cheapest of all.
+                for standing in found:
+                    mask ^= standing.bit
+                rest = sorted(self._sample(mask), key=_rank_of)
+                return found + rest[: n - len(found)]
             found.clear()
         while mask:
             low = mask & -mask
@@ -443,6 +456,17 @@ class Fleet:
             mask ^= low
         found.sort(key=_rank_of)
         return found[:n]
+
+    def _sample(self, mask: int) -> list[Standing]:
+        """`SAMPLED` endpoints of a mask that has more: from a bit on that falls by chance. O(1)."""
+        start = self._rng.randrange(mask.bit_length())
+        some: list[Standing] = []
+        for part in (mask >> start << start, mask & (1 << start) - 1):
+            while part and len(some) < SAMPLED:
+                low = part & -part
+                some.append(self.by_bit[low])
+                part ^= low
+        return some
 
     def _unrank(self, standing: Standing) -> None:
         if standing.rank is not None:

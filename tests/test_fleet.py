@@ -9,7 +9,7 @@ import pytest
 
 from prefixroute import LoadReport, PushBackState
 from prefixroute.copies import Copy, Peer
-from prefixroute.fleet import BELIEF, DEFAULT_RTT_S, SURPRISE_FADES_S, Fleet, Send, Standing
+from prefixroute.fleet import BELIEF, DEFAULT_RTT_S, SAMPLED, SURPRISE_FADES_S, Fleet, Send, Standing
 from prefixroute.ledger import ARRIVALS_S
 from prefixroute.load import DEFAULT_PREFILL_TOKENS_PER_S, Advert
 
@@ -308,6 +308,36 @@ def test_the_same_seed_gives_the_same_order() -> None:
         runs.append([[one.name for one in fleet.cheapest(255, 8)] for _ in range(20) if not fleet.refresh_all(0.0)])
     assert runs[0] == runs[1]
     assert len(set(map(tuple, runs[0]))) > 1
+
+
+class Counted(dict[int, Standing]):
+    """A fleet's endpoints by bit, which counts how many are looked at."""
+
+    looked_at = 0
+
+    def __getitem__(self, bit: int) -> Standing:
+        self.looked_at += 1
+        return super().__getitem__(bit)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_of_many_that_are_the_busiest_a_few_by_chance_are_looked_at(n: int) -> None:
+    fleet = twins(random.Random(1), 600)
+    holders = sum(1 << i for i in range(0, 600, 2))
+    for i, one in enumerate(list(fleet.standings.values())):
+        if one.bit & holders:
+            fleet.book(one, i, 1.0 + i / 1000, 100, False, 0.0, 99.0)
+    fleet.by_bit = counted = Counted(fleet.by_bit)
+    firsts = set()
+    for _ in range(300):
+        counted.looked_at = 0
+        order = fleet.cheapest(holders, n)
+        assert counted.looked_at <= SAMPLED
+        assert len(order) == len({one.bit for one in order}) == n
+        assert order == sorted(order, key=lambda one: one.rank or ())
+        assert all(one.bit & holders for one in order)
+        firsts.add(order[0].name)
+    assert len(firsts) > 50
 
 
 def test_a_booking_sends_the_next_one_elsewhere() -> None:
