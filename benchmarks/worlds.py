@@ -92,8 +92,9 @@ def asker(world: World) -> Node:
         peer.add_peer("n0", "n0", now)
         while (known := node.digests().get(endpoint_name(i))) is None or len(known.keys) < expected:
             now += _SETTINGS.interval_s
-            peer.handle_timer(now)
+            _settle(peer, now)
             _talk(node, peer, now)
+        _settle(node, now)
     node.events()
     return node
 
@@ -104,6 +105,13 @@ def _fill(node: Node, prompts: Sequence[list[int]]) -> None:
         handles = tuple(range(10**9 * j, 10**9 * j + len(tokens) // BLOCK))
         if handles:
             node.apply(endpoint, EngineBatch((BlocksStored(handles, None, tokens, BLOCK),)), 0.0)
+    _settle(node, 0.0)
+
+
+def _settle(node: Node, now: float) -> None:
+    """Let a node do what is due, and what it has put off."""
+    while node.next_timer() <= now:
+        node.handle_timer(now)
 
 
 def _talk(node: Node, peer: Node, now: float) -> None:

@@ -224,9 +224,14 @@ class TokenChain:
             bounds.append(key)
 
     def remember(self) -> None:
-        """Leave what was hashed to the next turn of the conversation, if the chain was made with a memo."""
-        if self._memo is not None and self._packed is not None and not self._extras:
-            self._memo.keep(self._bounds, self._packed)
+        """Leave the stride ends to the next turn of the conversation, if the chain was made with a memo.
+
+        O(tokens) where they were not asked for: a prompt that nobody held. One that was not even packed is left out.
+        """
+        if self._memo is None or self._packed is None or self._extras or self.depth < SPAN * STRIDE:
+            return
+        self._bound(self.depth // STRIDE)
+        self._memo.keep(self._bounds, self._packed)
 
     def wire(self, depth: int) -> int:
         """Return the wire key of the first `depth` blocks."""

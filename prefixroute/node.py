@@ -393,14 +393,15 @@ class Node:
 
     def _learn(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """A request was served: by a local endpoint, its engine's speed and cache show."""
-        flight.chain.remember()
         local = self._locals.get(standing.name)
         if local is None:
+            flight.chain.remember()
             return
         if outcome.ttft_s is not None and outcome.cached_tokens is not None:
             uncached = flight.decision.prompt_tokens - outcome.cached_tokens
             standing.estimate.add(uncached, outcome.ttft_s, flight.queued)
         self._took(standing.name, *local.served(flight.chain, outcome.cached_tokens, now))
+        flight.chain.remember()  # by now it is packed
 
     def _begun(self, ticket: int, chain: TokenChain, standing: Standing, depth: int, now: float) -> None:
         """Peers that get such a prompt before the engine has told of this one are to know where it is."""
