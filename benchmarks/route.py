@@ -40,6 +40,7 @@ def fleet(endpoints: int, held: dict[int, list[list[int]]]) -> Node:
     rng = random.Random(1)
     nodes = [Node(f"n{i}", domain, rng=rng, now=0.0, settings=SETTINGS) for i in range(endpoints)]
     asker = nodes[0]
+    expected: dict[str, int] = {}
     for i, node in enumerate(nodes):
         endpoint = node.add_endpoint("0", url=f"http://n{i}", incarnation=1, now=0.0)
         other = [rng.randrange(128_000) for _ in range(OTHER_BLOCKS * BLOCK)]
@@ -48,27 +49,30 @@ def fleet(endpoints: int, held: dict[int, list[list[int]]]) -> Node:
             first = 10**9 * (j + 1)
             handles = tuple(range(first, first + n))
             node.apply(endpoint, EngineBatch((BlocksStored(handles, None, tokens, BLOCK),)), 0.0)
+        settle(node, 0.0)
+        expected[f"{node.node}/0"] = node.residency(endpoint).canonical_blocks
         if i:
             node.add_peer("n0", "n0", 0.0)
             asker.add_peer(node.node, node.node, 0.0)
     by_name = {node.node: node for node in nodes}
     now = 0.0
-    while (
-        any(row.blocks < OTHER_BLOCKS for row in asker.stats(now).endpoints)
-        or len(asker.stats(now).endpoints) < endpoints
-    ):
+    while {row.endpoint: row.blocks for row in asker.stats(now).endpoints} != expected:
         now += SETTINGS.interval_s
         for node in nodes:
-            while node.next_timer() <= now:
-                node.handle_timer(now)
+            settle(node, now)
         while sent := [(node, datagram) for node in nodes for datagram in node.datagrams_to_send(now)]:
             for node, datagram in sent:
                 by_name[str(datagram.address)].receive_datagram(datagram.data, node.node, now)
-    while asker.next_timer() <= now:
-        asker.handle_timer(now)
+    settle(asker, now)
     asker.datagrams_to_send(now)
     asker.events()
     return asker
+
+
+def settle(node: Node, now: float) -> None:
+    """Let a node do what is due, and what it has put off."""
+    while node.next_timer() <= now:
+        node.handle_timer(now)
 
 
 class Times(NamedTuple):

@@ -226,6 +226,7 @@ def test_a_mark_alone_proves_nothing() -> None:
     assert index.search(chain) == [], "no end is behind the first block, whatever else is there"
 
 
+@pytest.mark.interpreted
 def test_of_a_prompt_that_nobody_holds_only_the_first_block_is_hashed() -> None:
     index = MergedIndex()
     index.join("a")
