@@ -1,0 +1,271 @@
+"""CLUSTER.toml: the clusters of ``prefixroute plan prefill``, read and checked.
+
+The tables of a file are the classes below, their fields the keys; an unknown key is refused. Times are in seconds where
+the name does not say milliseconds; a curve is a list of points [tokens, value].
+
+Rule: an error names the file, the line, and what to write instead.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from prefixroute import UsageError
+
+from .costs import Curve, Decode, KvBytes, Polynomial, Slower, Table
+from .lengths import Empirical, Lengths, LogNormal
+from .prefill import PrefillClusters
+from .traces import read_trace
+
+Points = tuple[tuple[float, float], ...]
+MIB = 2.0**20
+GBIT = 1e9 / 8
+
+_Made = TypeVar("_Made")
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of the file."""
+
+
+class Workload(_Part, frozen=True):
+    """Lengths of prompts: a log-normal by `mu` and `sigma`, or a `file` of lengths; and the tokens of an answer.
+
+    A file is a trace (`traces.read_trace`): what an endless cache would hold of its prompts is taken off.
+    """
+
+    mu: float = 0.0
+    sigma: float = 0.0
+    min_tokens: float = 1.0
+    max_tokens: float = 131072.0
+    file: str = ""
+    output_tokens: float = 1024.0
+
+
+class Model(_Part, frozen=True):
+    """Bytes of KV: points in MiB, or so many bytes a token and a state. `layers` overlap sending with computing."""
+
+    kv_mib: Points = ()
+    kv_bytes_per_token: float = 0.0
+    kv_state_bytes: float = 0.0
+    layers: int = 60
+
+
+class Pool(_Part, frozen=True):
+    """The prefill cluster: nodes (instances), and the seconds of a prompt, as points or as coefficients."""
+
+    nodes: int
+    prefill_s: Points = ()
+    prefill_coefficients: tuple[float, ...] = ()
+
+
+class Local(_Part, frozen=True):
+    """The local cluster: nodes, seconds of prefill (or how many times the pool's), and what a node decodes at once.
+
+    `alone_nodes` are those of a cluster without a pool that costs as much, to compare with; 0: as many as `nodes`.
+    """
+
+    nodes: int
+    prefill_s: Points = ()
+    prefill_coefficients: tuple[float, ...] = ()
+    times_pool: float = 0.0
+    decode_slots: int = 32
+    decode_step_ms: float = 40.0
+    alone_nodes: int = 0
+
+
+class Link(_Part, frozen=True):
+    """The way from the pool: bandwidth, round trip, connections and what one of them carries (0: no bound)."""
+
+    gbit_per_s: float
+    rtt_ms: float = 20.0
+    connections: int = 64
+    connection_gbit_per_s: float = 0.0
+
+
+class ClusterFile(_Part, frozen=True):
+    """A whole file. `average` is "length" (as published) or "time" (nearer to a simulation with arrivals)."""
+
+    workload: Workload
+    model: Model
+    pool: Pool
+    local: Local
+    link: Link
+    title: str = ""
+    average: Literal["length", "time"] = "length"
+
+    @property
+    def decode(self) -> Decode:
+        """A local node that decodes."""
+        return Decode(self.local.decode_slots, self.local.decode_step_ms / 1000, self.workload.output_tokens)
+
+    @property
+    def alone_nodes(self) -> int:
+        """Nodes of a cluster without a pool, to compare with."""
+        return self.local.alone_nodes or self.local.nodes
+
+    @property
+    def transfer_bytes_per_s(self) -> float:
+        """What the connections of one transfer carry."""
+        link = self.link
+        return link.connections * link.connection_gbit_per_s * GBIT if link.connection_gbit_per_s else inf
+
+
+class _Source:
+    """A file's text, to find lines in."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self._path = path
+        self._lines = text.splitlines()
+
+    def error(self, where: str, what: str) -> UsageError:
+        """Return an error at a key, such as ``pool.nodes``; at its table if the key is not there."""
+        table, _, key = where.partition(".")
+        line = self._line(table, key)
+        place = f"{self._path}:{line}" if line else str(self._path)
+        return UsageError(f"{place}: {where}: {what}" if where else f"{place}: {what}")
+
+    def _line(self, table: str, key: str) -> int:
+        header, inside, found = 0, False, 0
+        for number, text in enumerate(self._lines, 1):
+            stripped = text.strip()
+            named = re.match(r"\[\[?\s*([\w.-]+)\s*\]", stripped)
+            if named:
+                inside = named[1] == table
+                header = number if inside else header
+            assigned = re.match(r"[\"']?([\w-]+)[\"']?\s*[=:]", stripped)
+            if assigned and not named:
+                name = assigned[1]
+                if (inside and key and name == key) or (not header and not key and name == table):
+                    found = found or number
+        return found or header
+
+
+def read_clusters(path: Path) -> tuple[ClusterFile, PrefillClusters]:
+    """Read a file; return it as it stands, and as clusters to plan for. Raises `UsageError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 at byte {error.start}: save it as UTF-8") from None
+    source = _Source(path, text)
+    try:
+        tree = json.loads(text) if path.suffix == ".json" else msgspec.toml.decode(text)
+        file = msgspec.convert(tree, ClusterFile)
+    except ImportError:
+        raise UsageError(
+            "with Python 3.10 TOML needs the extra sim: pip install 'prefixroute[sim]'; JSON does not"
+        ) from None
+    except msgspec.ValidationError as error:
+        raise _explained(source, str(error)) from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        at = re.search(r"line (\d+)", str(error))
+        raise UsageError(f"{path}{':' + at[1] if at else ''}: not valid {path.suffix[1:].upper()}: {error}") from None
+    return file, _clusters(file, source, path.parent)
+
+
+def _explained(source: _Source, message: str) -> UsageError:
+    """Turn `Expected X, got Y - at $.pool.nodes` into a line and a fix."""
+    what, _, at = message.partition(" - at `")
+    where = re.sub(r"\[[^]]*\]", "", at.rstrip("`")).removeprefix("$").removeprefix(".")
+    unknown = re.search(r"unknown field `(.*?)`", what)
+    if unknown:
+        known = _FIELDS.get(where, ClusterFile.__struct_fields__)
+        name = f"{where}.{unknown[1]}" if where else unknown[1]
+        return source.error(name, f"unknown key; known are {', '.join(known)}")
+    missing = re.search(r"missing required field `(.*?)`", what)
+    if missing:
+        kind = "key" if where else "table"
+        return source.error(where, f"the {kind} {missing[1]} is missing: add it (see examples/plan/cluster.toml)")
+    return source.error(where, what[:1].lower() + what[1:])
+
+
+_FIELDS = {
+    "workload": Workload.__struct_fields__,
+    "model": Model.__struct_fields__,
+    "pool": Pool.__struct_fields__,
+    "local": Local.__struct_fields__,
+    "link": Link.__struct_fields__,
+}
+
+
+def _clusters(file: ClusterFile, source: _Source, folder: Path) -> PrefillClusters:
+    """Build what the file describes; every refusal names the key that is to be changed."""
+    for where, value, least in (
+        ("pool.nodes", file.pool.nodes, 0),
+        ("local.nodes", file.local.nodes, 1),
+        ("local.alone_nodes", file.local.alone_nodes, 0),
+        ("model.layers", file.model.layers, 1),
+        ("link.connections", file.link.connections, 1),
+    ):
+        if value < least:
+            raise source.error(where, f"must be {least} or more, not {value}")
+    gbit, step_ms = file.link.gbit_per_s, file.local.decode_step_ms
+    for where, amount in (("link.gbit_per_s", gbit), ("local.decode_step_ms", step_ms)):
+        if not amount > 0:
+            raise source.error(where, f"must be above 0, not {amount:g}")
+    decode = _made(source, "local.decode_slots", lambda: file.decode)
+    pool_s = _curve(source, "pool", file.pool.prefill_s, file.pool.prefill_coefficients)
+    if file.local.times_pool:
+        local_s: Curve = _made(source, "local.times_pool", lambda: Slower(pool_s, file.local.times_pool))
+    else:
+        local_s = _curve(source, "local", file.local.prefill_s, file.local.prefill_coefficients)
+    return PrefillClusters(
+        _lengths(file.workload, source, folder),
+        _kv(file.model, source),
+        pool_s,
+        local_s,
+        file.pool.nodes,
+        file.local.nodes,
+        decode.requests_per_s,
+        file.link.gbit_per_s * GBIT,
+        file.average,
+    )
+
+
+def _made(source: _Source, where: str, make: Callable[[], _Made]) -> _Made:
+    try:
+        return make()
+    except UsageError as error:
+        raise source.error(where, str(error)) from None
+
+
+def _curve(source: _Source, table: str, points: Points, coefficients: tuple[float, ...]) -> Curve:
+    if points:
+        return _made(source, f"{table}.prefill_s", lambda: Table(points))
+    if coefficients:
+        return _made(source, f"{table}.prefill_coefficients", lambda: Polynomial(coefficients))
+    also = ", or times_pool = 2.3" if table == "local" else ""
+    raise source.error(table, f"no time of prefill: give prefill_s = [[1024, 0.44], [8192, 0.72]]{also}")
+
+
+def _kv(model: Model, source: _Source) -> Curve:
+    if model.kv_mib:
+        points = tuple((tokens, mib * MIB) for tokens, mib in model.kv_mib)
+        return _made(source, "model.kv_mib", lambda: Table(points))
+    if not model.kv_bytes_per_token and not model.kv_state_bytes:
+        raise source.error("model", "no size of KV: give kv_mib = [[1024, 190.8], ...] or kv_bytes_per_token")
+    return _made(source, "model.kv_bytes_per_token", lambda: KvBytes(model.kv_bytes_per_token, model.kv_state_bytes))
+
+
+def _lengths(workload: Workload, source: _Source, folder: Path) -> Lengths:
+    if workload.file:
+        try:
+            return Empirical(row.uncached_tokens for row in read_trace(folder / workload.file))
+        except UsageError as error:
+            raise source.error("workload.file", str(error)) from None
+    if not workload.sigma:
+        raise source.error("workload", "no lengths of prompts: give mu and sigma, or file")
+    return _made(
+        source,
+        "workload.sigma",
+        lambda: LogNormal(workload.mu, workload.sigma, workload.min_tokens, workload.max_tokens),
+    )

@@ -1,0 +1,109 @@
+"""A link that carries KV from a pool: a fluid shared evenly by the transfers that are under way.
+
+Rules:
+1. A transfer begins with its prefill. While the prompt is computed no more can be sent than has been made, and the last
+   layer is made at the end: what is left then is at least its share.
+2. Bandwidth is shared evenly among transfers that could take more, up to what the connections of one transfer carry.
+3. Between two events rates do not change, so nothing is integrated but straight lines. O(transfers) an event.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from prefixroute import UsageError
+
+
+class Transfer:
+    """One prompt's KV: bytes that are left, and the rate at which it may be sent."""
+
+    __slots__ = ("bound", "left", "rate", "request")
+
+    def __init__(self, request: int, left: float, bound: float) -> None:
+        self.request = request
+        self.left = left
+        self.bound = bound
+        self.rate = 0.0
+
+
+class SharedLink:
+    """The link. `bytes_per_s` may change at any time; call `advance` before anything is changed."""
+
+    def __init__(self, bytes_per_s: float, layers: int, transfer_bytes_per_s: float = inf) -> None:
+        if not bytes_per_s > 0 or layers < 1 or not transfer_bytes_per_s > 0:
+            raise UsageError("a link needs bytes_per_s > 0, layers >= 1 and transfer_bytes_per_s > 0")
+        self.bytes_per_s = bytes_per_s
+        self.sent_bytes = 0.0
+        """All that was sent so far."""
+        self.limited_s = 0.0
+        """Seconds in which the link, and nothing else, held transfers up."""
+        self._layers = layers
+        self._most = transfer_bytes_per_s
+        self._open: dict[int, Transfer] = {}
+        self._at = 0.0
+        self._limited = False
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def left_bytes(self) -> float:
+        """Bytes that transfers under way have still to send."""
+        return sum(transfer.left for transfer in self._open.values())
+
+    def begin(self, request: int, kv_bytes: float, prefill_s: float, now: float) -> None:
+        """Begin a transfer with its prefill."""
+        self.advance(now)
+        made_per_s = kv_bytes * (1 - 1 / self._layers) / prefill_s if prefill_s > 0 else inf
+        self._open[request] = Transfer(request, kv_bytes, min(made_per_s, self._most))
+        self._share()
+
+    def computed(self, request: int, now: float) -> None:
+        """The prefill is over: all of the KV is there to be sent."""
+        self.advance(now)
+        self._open[request].bound = self._most
+        self._share()
+
+    def resize(self, bytes_per_s: float, now: float) -> None:
+        """Change the bandwidth."""
+        self.advance(now)
+        self.bytes_per_s = bytes_per_s
+        self._share()
+
+    def next_end(self) -> float:
+        """Return when the next transfer ends if nothing else happens; infinite without one."""
+        ends = (t.left / t.rate for t in self._open.values() if t.rate > 0)
+        return self._at + min(ends, default=inf)
+
+    def advance(self, now: float) -> None:
+        """Send until `now`."""
+        passed = now - self._at
+        if passed <= 0:
+            return
+        self._at = now
+        for transfer in self._open.values():
+            sent = min(transfer.left, transfer.rate * passed)
+            transfer.left -= sent
+            self.sent_bytes += sent
+        if self._limited:
+            self.limited_s += passed
+
+    def ended(self, now: float) -> list[int]:
+        """Take out the transfers that have nothing left; return their requests in the order of their beginning."""
+        self.advance(now)
+        done = [request for request, transfer in self._open.items() if transfer.left <= max(1.0, transfer.rate * 1e-9)]
+        for request in done:
+            del self._open[request]
+        if done:
+            self._share()
+        return done
+
+    def _share(self) -> None:
+        """Fill the bounds from the smallest up; who is bounded by less than an even share leaves more to the others."""
+        left, waiting = self.bytes_per_s, sorted(self._open.values(), key=lambda transfer: transfer.bound)
+        self._limited = False
+        for i, transfer in enumerate(waiting):
+            even = left / (len(waiting) - i)
+            transfer.rate = min(transfer.bound, even)
+            self._limited |= transfer.bound > even
+            left -= transfer.rate
