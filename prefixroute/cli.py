@@ -18,6 +18,7 @@ from typing import NamedTuple, NoReturn
 
 from . import __version__, replay
 from .errors import UsageError
+from .plan import commands as planning
 from .sim import commands
 
 USAGE_ERROR = 2
@@ -135,6 +136,12 @@ COMMANDS = (
         "run real nodes in virtual time: replication under faults, policies over workloads, your own scenario",
         commands.add_options,
         commands.run_options,
+    ),
+    Command(
+        "plan",
+        "compute a plan before deploying: where to put the blocks of a model that no machine holds",
+        planning.add_options,
+        planning.run_options,
     ),
 )
 

@@ -14,13 +14,14 @@ from typing import NamedTuple
 import pytest
 
 import prefixroute
+from prefixroute import plan
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "prefixroute"
 EDGES = {"__init__", "aio", "cli", "metrics", "replay", "testing"}
 """Modules of the package that are no part of the core, beside the folders. A module that is new is core until said."""
 
-FOLDERS = {"emulator", "sim"}
+FOLDERS = {"emulator", "plan", "sim"}
 """Folders of the package: edges, all of them."""
 
 CORE = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem not in EDGES}
@@ -42,7 +43,19 @@ FORBIDDEN = {
     },
     "edges": {f"prefixroute.{name}" for name in EDGES | FOLDERS} | {"prefixroute_lan4"},
 }
-PUBLIC_MODULES = {"aio", "emulator", "errors", "events", "load", "metrics", "policy", "residency", "sim", "testing"}
+PUBLIC_MODULES = {
+    "aio",
+    "emulator",
+    "errors",
+    "events",
+    "load",
+    "metrics",
+    "plan",
+    "policy",
+    "residency",
+    "sim",
+    "testing",
+}
 OUTSIDE = sorted(path for folder in ("adapters", "examples") for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -163,10 +176,19 @@ def test_the_simulator_uses_public_names_and_reads_no_clock_but_in_its_runner(pa
     for imported in imports(path):
         package, _, module = imported.module.partition(".")
         if package == "prefixroute" and module.split(".")[0] != "sim":
-            assert not module, imported
-            assert imported.name in prefixroute.__all__, imported
+            assert module in ("", "plan"), imported
+            assert imported.name in (plan if module else prefixroute).__all__, imported
         if path.stem not in ("replication", "parallel"):
             assert package not in {"asyncio", "socket", "time", "threading", "multiprocessing"}, imported
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "plan").glob("*.py")), ids=lambda path: path.stem)
+def test_planners_read_no_clock_and_draw_no_number_of_their_own(path: Path) -> None:
+    waits = FORBIDDEN["clocks"] | FORBIDDEN["networks"] | FORBIDDEN["threads and loops"] | FORBIDDEN["chance"]
+    assert not [imported for imported in imports(path) if imported.module.split(".")[0] in waits]
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    drawn = [call for call in calls if isinstance(call, ast.Attribute) and call.attr in ("Random", "default_rng")]
+    assert not drawn
 
 
 def test_public_names_exist_and_are_sorted() -> None:

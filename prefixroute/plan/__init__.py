@@ -1,0 +1,55 @@
+"""Planners of slower questions than routing: they return plans and decisions, and move nothing.
+
+Placement: which server holds which blocks of a model that fits no single one, and which chain of servers a request
+takes. Start at `Problem`, `adaptive` and `certify`.
+"""
+
+from __future__ import annotations
+
+from .certificate import Certificate, certify, lower_bounds, theorem2_bound
+from .chains import Assignment, Chain, Hop, Links, Shared, assign
+from .fleet import Problem, Span, with_requests
+from .fleet_file import Fleet, read_fleet
+from .ledger import Booking, Ledger, retry_wait_s
+from .load import DesignLoad, at_rate, design_load, share_out, single_request_s
+from .petals import PetalsRates, PetalsRouter, PetalsSettings, place_petals, rates_of, should_move, throughputs
+from .placement import Adaptive, Placement, adaptive, conservative, coverage, designs_of
+
+__all__ = [
+    "Adaptive",
+    "Assignment",
+    "Booking",
+    "Certificate",
+    "Chain",
+    "DesignLoad",
+    "Fleet",
+    "Hop",
+    "Ledger",
+    "Links",
+    "PetalsRates",
+    "PetalsRouter",
+    "PetalsSettings",
+    "Placement",
+    "Problem",
+    "Shared",
+    "Span",
+    "adaptive",
+    "assign",
+    "at_rate",
+    "certify",
+    "conservative",
+    "coverage",
+    "design_load",
+    "designs_of",
+    "lower_bounds",
+    "place_petals",
+    "rates_of",
+    "read_fleet",
+    "retry_wait_s",
+    "share_out",
+    "should_move",
+    "single_request_s",
+    "theorem2_bound",
+    "throughputs",
+    "with_requests",
+]
