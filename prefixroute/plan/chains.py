@@ -154,12 +154,18 @@ class Assignment(NamedTuple):
     chains: tuple[Shared, ...]
     ms_per_token: float
 
+    @property
+    def flow(self) -> float:
+        """Tokens a millisecond of all of them together."""
+        return sum(shared.requests for shared in self.chains) / self.ms_per_token if self.chains else 0.0
 
-def assign(problem: Problem, links: Links, slots: Sequence[int]) -> Assignment | None:
+
+def assign(problem: Problem, links: Links, slots: Sequence[int], partly: bool = False) -> Assignment | None:
     """Route all concurrent requests one after the other, each on the shortest chain that has slots for it.
 
-    Returns None when a request finds no chain. Requests of a client that follow each other take the same chain until it
-    has no slot left, so the work grows with the number of chains, not of requests.
+    Returns None when a request finds no chain, or, if `partly`, the chains of those that did. Requests of a client that
+    follow each other take the same chain until it has no slot left, so the work grows with the number of chains, not of
+    requests.
     """
     free = list(slots)
     found: list[Shared] = []
@@ -169,11 +175,14 @@ def assign(problem: Problem, links: Links, slots: Sequence[int]) -> Assignment |
         while left:
             chain = links.shortest(costs, free)
             if chain is None:
-                return None
+                if not partly:
+                    return None
+                break
             taken = min(left, *(free[hop.server] // hop.blocks for hop in chain.hops))
             for hop in chain.hops:
                 free[hop.server] -= hop.blocks * taken
             total += chain.ms * taken
             found.append(Shared(client, chain, taken))
             left -= taken
-    return Assignment(tuple(found), total / problem.concurrent)
+    placed = sum(shared.requests for shared in found)
+    return Assignment(tuple(found), total / placed if placed else math.inf)

@@ -58,7 +58,7 @@ def solve_exact(
     """Find the best placement and routing of all concurrent requests together, or the best that the time allows.
 
     `start` defaults to the plan of `adaptive`. With `use_bound` the solver is told the knapsack bound, which on many
-    fleets is the optimum and ends the proof at once. Exact for the hub topology alone. Raises `UsageError` for another one,
+    fleets is the optimum and ends the proof at once. For the hub topology alone. Raises `UsageError` for another one,
     for a model that does not fit, and when no solver is installed.
     """
     if problem.hop_ms is not None:
@@ -80,7 +80,7 @@ def solve_exact(
 
 
 class _BlockFlow:
-    """x[j, b]: server j holds block b; s[j, b]: its span begins there; y, e by client: requests that run it, enter it."""
+    """x[j, b]: server j holds block b; s[j, b]: its span begins there; y, e by client: requests that run, enter it."""
 
     def __init__(self, problem: Problem, floor: float) -> None:
         self._problem = problem

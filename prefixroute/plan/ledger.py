@@ -54,6 +54,21 @@ class Ledger:
         self.free = list(slots)
         """Slots not booked, by server; below zero where sessions wait. Read only."""
 
+    def add_server(self, slots: int = 0) -> int:
+        """Add a server; return its number."""
+        self._servers.append(_Server(0, 0, []))
+        self.free.append(0)
+        self.set_slots(len(self._servers) - 1, slots)
+        return len(self._servers) - 1
+
+    def set_slots(self, server: int, slots: int) -> None:
+        """Tell how many slots a server has now; those that are booked stay so. Raises `UsageError` below 0."""
+        if slots < 0:
+            raise UsageError("a server has 0 slots or more")
+        mine = self._servers[server]
+        mine.slots = slots
+        self.free[server] = slots - mine.taken
+
     def __len__(self) -> int:
         """Sessions that hold slots or wait for them."""
         return len(self._booked)
@@ -74,7 +89,7 @@ class Ledger:
             missing -= held
             if missing <= 0:
                 return max(end - now, 0.0)
-        raise AssertionError("booked slots add up to what is not free")
+        return math.inf
 
     def book(self, hops: Sequence[Hop], start_s: float, end_s: float) -> Booking:
         """Take the slots of a chain. Raises `UsageError` when a server never has so many."""

@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """What a solver found. Without a solution `values` is empty and `cost` infinite; `bound` is below every solution."""
+    """What a solver found; without a solution `values` is empty and `cost` infinite. `bound` is below all solutions."""
 
     status: Status
     values: tuple[float, ...]

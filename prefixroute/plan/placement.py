@@ -10,7 +10,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,16 +72,21 @@ def least_window(values: NDArray[np.int64] | Floats, width: int) -> int:
     return min(range(len(rows)), key=lambda start: rows[start].tobytes())
 
 
-def conservative(problem: Problem, design: int) -> Placement | None:
+def conservative(problem: Problem, design: int, fixed: Mapping[int, Span] | None = None) -> Placement | None:
     """Place by CG-BP for `design` concurrent requests; None when the servers cannot hold the model with them.
 
     Servers come by their price of a block, cheapest first. While some block cannot serve the design load, a server
     takes the window that owes most: each block owes what its missing sessions would cost at the highest price. It
     succeeds exactly when the servers can hold all blocks beside the reservation. O(n L^2 log L) at worst.
+
+    Servers that are `fixed` keep their spans, and the others are placed around them; Theorem 2 says nothing then.
     """
     if design < 1:
         raise UsageError("a placement is for one concurrent request at least")
     held = problem.held_blocks(design)
+    fixed = fixed or {}
+    for j, span in fixed.items():
+        held[j] = span.blocks
     if held.sum() < problem.blocks:
         return None
     price = price_per_block(problem, held)
@@ -95,17 +100,23 @@ def conservative(problem: Problem, design: int) -> Placement | None:
         (problem.memory_bytes - problem.block_bytes * held) / (problem.session_bytes * np.maximum(held, 1)) + TIE
     )
     complete = 0
+    order.sort(key=lambda j: j not in fixed)
     for placed, j in enumerate(order, 1):
         width = int(held[j])
-        start = least_window(sessions, width) if complete else _most_owed(owed, sessions, design, width)
-        window, able = slice(start, start + width), int(slots[j])
+        if j in fixed:
+            start = fixed[j].first - 1
+        else:
+            start = least_window(sessions, width) if complete else _most_owed(owed, sessions, design, width)
+        window, able = slice(start, start + width), max(int(slots[j]), 0)
         missing = np.clip(design - sessions[window], 0, able)
         owed[window] -= (ceiling - float(price[j])) * missing
         sessions[window] += able
         spans[j] = Span(start + 1, width)
         if not complete and sessions.min() >= design:
             complete = placed
-    return Placement(tuple(spans), design, tuple(order), complete)
+    if not complete:
+        return None
+    return Placement(tuple(spans), design, tuple(order), 0 if fixed else complete)
 
 
 def _most_owed(owed: Floats, sessions: NDArray[np.int64], design: int, width: int) -> int:
@@ -130,7 +141,9 @@ def designs_of(concurrent: int) -> list[int]:
     return sorted({design for design in (*SMALL_LOADS, *shares) if 1 <= design <= concurrent})
 
 
-def adaptive(problem: Problem, designs: Sequence[int] | None = None) -> Adaptive:
+def adaptive(
+    problem: Problem, designs: Sequence[int] | None = None, fixed: Mapping[int, Span] | None = None
+) -> Adaptive:
     """Place by CG-BP at several reservations, and keep the placement on which all concurrent requests cost least.
 
     Each placement is judged by routing the whole load with its slots counted; the cost of a single request would favour
@@ -139,7 +152,7 @@ def adaptive(problem: Problem, designs: Sequence[int] | None = None) -> Adaptive
     """
     best: Adaptive | None = None
     for design in designs_of(problem.concurrent) if designs is None else designs:
-        placement = conservative(problem, design)
+        placement = conservative(problem, design, fixed)
         if placement is None:
             continue
         assignment = assign(problem, Links(problem, placement.spans), problem.slots(placement.spans))

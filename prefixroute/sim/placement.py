@@ -9,8 +9,11 @@ Rules:
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import NamedTuple
 
 from prefixroute import UsageError
@@ -87,3 +90,43 @@ def serve(
         ledger.book(chain.hops, at_s + wait_s, at_s + whole_s)
         done.append(Done(wait_s, first_s, whole_s))
     return done
+
+
+def read_arrivals(path: Path) -> list[float]:
+    """Read the arrival times of a trace, in seconds from its first.
+
+    A trace is JSON lines with `timestamp` in milliseconds, or a CSV whose first column is a date and time.
+    Raises `UsageError` with the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    times: list[float] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith("TIMESTAMP"):
+            continue
+        try:
+            if line.lstrip().startswith("{"):
+                times.append(float(json.loads(line)["timestamp"]) / 1000)
+            else:
+                # Seven digits of a second are one more than the parser takes.
+                text = line.split(",")[0]
+                times.append(datetime.fromisoformat(text[:26]).replace(tzinfo=timezone.utc).timestamp())
+        except (ValueError, KeyError, TypeError):
+            raise UsageError(f"{path}:{number}: no arrival: need a timestamp in ms, or a date and time") from None
+    if len(times) < 2:
+        raise UsageError(f"{path}: a trace needs two arrivals at least")
+    times.sort()
+    return [at - times[0] for at in times]
+
+
+def from_trace(times: Sequence[float], rate: float, requests: int, rng: random.Random, clients: int = 1) -> list[Ask]:
+    """Take a part of a trace at a random place, stretched in time to a rate. Raises `UsageError` if it is too short."""
+    if len(times) < requests or requests < 2 or rate <= 0:
+        raise UsageError(f"the trace has {len(times)} arrivals, and the run needs {requests}, two at least")
+    first = rng.randrange(len(times) - requests + 1)
+    part = times[first : first + requests]
+    length = max(part[-1] - part[0], 1e-9)
+    scale = (requests - 1) / rate / length
+    return [Ask((at - part[0]) * scale, rng.randrange(clients) if clients > 1 else 0) for at in part]

@@ -1,0 +1,335 @@
+"""The online planner: chains for requests as they come, and slow changes of the placement when the load or fleet does.
+
+Rules:
+1. Two time scales. Routing looks at what is booked now, for each request. The placement is looked at again when the
+   rate has changed beyond chance, when servers come or go, and every `review_s` if speeds or round trips are not what
+   they were; it changes only for a gain that is worth it, or because the load does not fit.
+2. Placements change by moves of few blocks at a time, and never so that a block is without a server: see migration.py.
+3. Delays, bandwidths and speeds are what was measured lately, not what the plan was made with.
+4. The planner holds no clock and moves nothing: `tick` returns moves, the caller carries them out and says when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from prefixroute.errors import UsageError
+
+from .chains import Chain, Links, assign
+from .estimates import Fading, LinkEstimate, LinkFit, RateWatch
+from .fleet import Floats, Problem, Span, with_requests
+from .ledger import Booking, Ledger
+from .load import at_rate, share_out
+from .migration import Move, deal_alike, next_movers
+from .placement import Adaptive, adaptive
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineSettings:
+    """How quickly the planner learns, and when it moves blocks."""
+
+    review_s: float = 60.0
+    """The placement is looked at again so often, if anything was learnt."""
+    least_gain: float = 0.05
+    """A new placement must save this share of the time of a token, or it is not worth the moves."""
+    blocks_per_step: int = 16
+    """Blocks that may be loading at once; a server with a larger span moves alone."""
+    fade_s: float = 60.0
+    """How long a measurement counts."""
+    known_within: float = 0.05
+    """Routes are priced anew when an estimate is off by more than this share."""
+    token_bytes: float = 0.0
+    """What a step carries for a decoded token; with 0 all that is learnt of a link is taken as its delay."""
+    prompt_bytes: float = 0.0
+    """What a step carries for a prompt."""
+
+    def __post_init__(self) -> None:
+        if min(self.review_s, self.fade_s) <= 0 or self.blocks_per_step < 1 or not 0 <= self.least_gain < 1:
+            raise UsageError("review_s and fade_s are above 0, blocks_per_step is 1 or more, least_gain from 0 to 1")
+
+
+class Routed(NamedTuple):
+    """A request's chain, what it is expected to wait for slots, and its booking, to be given back when it ends."""
+
+    chain: Chain
+    wait_s: float
+    booking: Booking
+
+
+class OnlinePlanner:
+    """Routes requests over a placement that follows load and fleet. Routing is O(links); a review takes one plan."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        requests_per_s: float,
+        now: float,
+        settings: OnlineSettings | None = None,
+        spans: Sequence[Span | None] | None = None,
+        shares: Sequence[float] | None = None,
+    ) -> None:
+        self.settings = settings or OnlineSettings()
+        self._shares = list(shares) if shares is not None else [1.0] * problem.clients
+        self.problem = at_rate(problem, requests_per_s, self._shares)
+        plan = adaptive(self.problem) if spans is None else None
+        self.spans: list[Span | None] = list(plan.placement.spans if plan else spans or ())
+        """The span of each server, as far as the caller has said."""
+        self._order = plan.placement.order if plan else ()
+        self._rate = RateWatch(requests_per_s, now)
+        self._links_ms = [[self._link(c, j, now) for j in range(problem.servers)] for c in range(problem.clients)]
+        self._decode = [Fading(now, float(ms), self.settings.fade_s) for ms in problem.decode_ms]
+        self._pending: dict[int, Move] = {}
+        self._moving: dict[int, Move] = {}
+        self._loading: set[int] = set()
+        self._reviewed_at = now
+        self._fixed: set[int] = set()
+        self._learnt = self._urgent = False
+        self.ledger = Ledger([0] * problem.servers)
+        self.reviews = self.stuck = 0
+        """How often the placement was looked at, and how often moves were given up since each would open a gap."""
+        self._serve()
+
+    # --- requests ------------------------------------------------------------------------------------------
+
+    def route(self, client: int, now: float, again: bool = False) -> Routed | None:
+        """Choose and book a chain; None while no chain of serving servers holds every block and has slots at all.
+
+        Say `again` for a request that was routed before, so that it does not count as another arrival.
+        """
+        if not again:
+            self._rate.arrived(now)
+        ledger = self.ledger
+        chain = self._links.shortest(
+            self._links.request_ms(client), ledger.free, lambda server, slots: 1000 * ledger.wait_s(server, slots, now)
+        )
+        if chain is None:
+            return None
+        wait_s = max(ledger.wait_s(hop.server, hop.blocks, now) for hop in chain.hops)
+        work_ms = self.problem.setup_ms + self._links.cost(chain.hops, self._links.request_ms(client))
+        end_s = now + wait_s + work_ms / 1000
+        return Routed(chain, wait_s, ledger.book(chain.hops, now + wait_s, end_s))
+
+    def finished(self, booking: Booking) -> None:
+        """Give back the slots of a request that ended, in whatever way."""
+        self.ledger.release(booking)
+
+    # --- what is learnt ------------------------------------------------------------------------------------
+
+    def observe_link(self, client: int, server: int, ms: float, now: float, payload_bytes: float | None = None) -> None:
+        """Learn what one step between a client and a server took on the way, for a token unless a payload is said."""
+        payload = self.settings.token_bytes if payload_bytes is None else payload_bytes
+        self._links_ms[client][server].observe(payload, ms, now)
+        fit = self._links_ms[client][server].fit
+        self._notice(fit.ms(self.settings.token_bytes), float(self.problem.rtt_ms[client, server]))
+
+    def observe_server(self, server: int, decode_ms: float, now: float) -> None:
+        """Learn what a block and token took on a server."""
+        self._decode[server].observe(decode_ms, now)
+        self._notice(self._decode[server].value, float(self.problem.decode_ms[server]))
+
+    def _notice(self, found: float, known: float) -> None:
+        self._learnt = self._learnt or abs(found - known) > self.settings.known_within * known
+
+    # --- the fleet -----------------------------------------------------------------------------------------
+
+    def join(self, memory_bytes: float, decode_ms: float, rtt_ms: Sequence[float], now: float) -> int:
+        """Take in a new server without blocks; return its number. What it may hold is decided by the next `tick`.
+
+        Raises `UsageError` for numbers that make no sense, and where servers pass on to each other.
+        """
+        problem = self.problem
+        if problem.hop_ms is not None:
+            raise UsageError("servers that pass on to each other need a new planner when one joins")
+        if len(rtt_ms) != problem.clients:
+            raise UsageError(f"rtt_ms needs a number for each of {problem.clients} clients")
+        column = np.array(rtt_ms, np.float64)[:, None]
+        ratio = float((problem.prefill_ms / problem.decode_ms).mean())
+        extra = float((problem.prompt_rtt_ms - problem.rtt_ms).mean())
+        self.problem = _with(
+            problem,
+            memory_bytes=np.append(problem.memory_bytes, memory_bytes),
+            decode_ms=np.append(problem.decode_ms, decode_ms),
+            prefill_ms=np.append(problem.prefill_ms, decode_ms * ratio),
+            rtt_ms=np.hstack([problem.rtt_ms, column]),
+            prompt_rtt_ms=np.hstack([problem.prompt_rtt_ms, np.maximum(column + extra, 0.0)]),
+            most_blocks=(*problem.most_blocks, problem.blocks),
+        )
+        server = self.ledger.add_server()
+        self.spans.append(None)
+        for c, row in enumerate(self._links_ms):
+            row.append(self._link(c, server, now))
+        self._decode.append(Fading(now, decode_ms, self.settings.fade_s))
+        self._urgent = True
+        self._serve()
+        return server
+
+    def leave(self, server: int, now: float) -> list[Booking]:
+        """Take out a server that is gone; return the bookings that ran through it, whose slots are free again."""
+        memory = self.problem.memory_bytes.copy()
+        memory[server] = 0.0
+        self.problem = _with(self.problem, memory_bytes=memory)
+        self.spans[server] = None
+        for moves in (self._pending, self._moving):
+            moves.pop(server, None)
+        self._loading.discard(server)
+        lost = [b for b in self.ledger.bookings() if any(hop.server == server for hop in b.hops)]
+        for booking in lost:
+            self.ledger.release(booking)
+        self._urgent = True
+        self._serve()
+        return lost
+
+    # --- the slow loop -------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Move]:
+        """Look at what changed, and return the moves to begin now. Call it every second or so."""
+        rate = self._rate.changed(now)
+        # A migration under way is carried to its end: what is learnt meanwhile would only send servers back and forth.
+        due = now - self._reviewed_at >= self.settings.review_s and self._learnt and self.settled
+        if self._learnt:
+            self._reprice()
+        if rate is not None:
+            self._rate.plan_for(rate, now)
+        if rate is not None or due or self._urgent:
+            self._review(now)
+        return self._begin()
+
+    def moved(self, server: int) -> None:
+        """Say that a server has loaded the span that a move gave it."""
+        move = self._moving.pop(server, None)
+        if move is None:
+            raise UsageError(f"server {server} was not told to move")
+        self._loading.discard(server)
+        self.spans[server] = move.new
+        self._serve()
+
+    def serving(self) -> list[Span | None]:
+        """Return the spans that requests can use: those of servers that do not move."""
+        return [None if j in self._moving else span for j, span in enumerate(self.spans)]
+
+    @property
+    def moving(self) -> frozenset[int]:
+        """Servers that drain or load. Requests that wait for one had better be given back and routed again."""
+        return frozenset(self._moving)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no server moves or is going to."""
+        return not self._pending and not self._moving
+
+    def _review(self, now: float) -> None:
+        self.reviews += 1
+        self._reviewed_at, self._urgent = now, False
+        self._reprice()
+        try:
+            plan = self._plan()
+        except UsageError:
+            # The servers that are left cannot hold the model: what they hold is kept for those that come.
+            self._pending = {}
+            return
+        current = [self._moving[j].new if j in self._moving else span for j, span in enumerate(self.spans)]
+        slots = [max(each, 0) for each in self.problem.slots(current)]
+        found = assign(self.problem, Links(self.problem, current), slots, partly=True)
+        if found and found.flow > plan.assignment.flow * (1 - self.settings.least_gain):
+            self._pending = {}
+            return
+        self._order = plan.placement.order
+        dealt = self._near(current, plan)
+        rank = {j: at for at, j in enumerate(self._order)}
+        moves = [Move(j, old, new) for j, (old, new) in enumerate(zip(current, dealt, strict=True)) if old != new]
+        moves.sort(key=lambda move: (move.old is not None, rank.get(move.server, len(rank)), move.server))
+        self._pending = {move.server: move for move in moves if move.server not in self._moving}
+
+    def _near(self, current: Sequence[Span | None], plan: Adaptive) -> list[Span | None]:
+        """The plan with spans dealt anew, also among servers of different places if that costs little."""
+        problem = self.problem
+        loose = deal_alike(problem, current, plan.placement.spans, any_place=True)
+        found = assign(problem, Links(problem, loose), [max(each, 0) for each in problem.slots(loose)])
+        worth = plan.assignment.ms_per_token * (1 + self.settings.least_gain / 2)
+        if found is not None and found.ms_per_token <= worth:
+            return loose
+        return deal_alike(problem, current, plan.placement.spans)
+
+    def _plan(self) -> Adaptive:
+        """Plan for the load of the rate; while more is booked, for that load up to it which is worked off soonest."""
+        fixed = {j: span for j, span in enumerate(self.spans) if j in self._fixed and span is not None}
+        problem = at_rate(self.problem, self._rate.planned_per_s, self._shares)
+        best, best_problem = adaptive(problem, fixed=fixed), problem
+        booked = min(len(self.ledger), problem.most_requests())
+        for load in (booked, booked // 2, booked // 4):
+            if load <= problem.concurrent:
+                break
+            larger = with_requests(problem, share_out(load, self._shares))
+            plan = adaptive(larger, fixed=fixed)
+            if plan.assignment.flow > best.assignment.flow:
+                best, best_problem = plan, larger
+        self.problem = best_problem
+        return best
+
+    def _begin(self) -> list[Move]:
+        """Let servers leave service as the bound and coverage allow, and those that are idle begin to load."""
+        loading = sum(move.loaded_blocks for move in self._moving.values())
+        movers = next_movers(self.problem, self.serving(), self._pending, loading, self.settings.blocks_per_step)
+        for j in movers:
+            self._moving[j] = self._pending.pop(j)
+        if self._pending and not self._moving:
+            # What would open a gap stays where it is, and the next review, at once, plans around it.
+            self.stuck += 1
+            self._urgent = not self._fixed
+            self._fixed = set(self._pending) if self._urgent else set()
+            self._pending = {}
+        if movers:
+            self._serve()
+        begun = []
+        for j, move in self._moving.items():
+            if j not in self._loading and not self.ledger.sessions(j):
+                self._loading.add(j)
+                begun.append(move)
+        return begun
+
+    # --- costs ---------------------------------------------------------------------------------------------
+
+    def _link(self, client: int, server: int, now: float) -> LinkEstimate:
+        """An estimate that begins with what the plan assumed of a token's and of a prompt's step."""
+        token, prompt = self.settings.token_bytes, self.settings.prompt_bytes
+        token_ms = float(self.problem.rtt_ms[client, server])
+        prompt_ms = float(self.problem.prompt_rtt_ms[client, server])
+        per_byte = max((prompt_ms - token_ms) / (prompt - token), 0.0) if prompt > token else 0.0
+        fit = LinkFit(max(token_ms - per_byte * token, 0.0), per_byte)
+        return LinkEstimate(now, fit, self.settings.fade_s)
+
+    def _reprice(self) -> None:
+        """Take what was measured lately as the costs of the problem."""
+        problem, settings = self.problem, self.settings
+        fits = [[estimate.fit for estimate in row] for row in self._links_ms]
+        rtt = np.array([[fit.ms(settings.token_bytes) for fit in row] for row in fits])
+        if settings.prompt_bytes > settings.token_bytes:
+            prompt = np.array([[fit.ms(settings.prompt_bytes) for fit in row] for row in fits])
+        else:
+            prompt = np.maximum(problem.prompt_rtt_ms + rtt - problem.rtt_ms, 0.0)
+        decode = np.array([each.value for each in self._decode])
+        prefill = problem.prefill_ms * decode / problem.decode_ms
+        self.problem = _with(problem, rtt_ms=rtt, prompt_rtt_ms=prompt, decode_ms=decode, prefill_ms=prefill)
+        self._learnt = False
+        self._serve()
+
+    def _serve(self) -> None:
+        """Make the links and slots of the servers that serve now."""
+        serving = self.serving()
+        self._links = Links(self.problem, serving)
+        for j, slots in enumerate(self.problem.slots(serving)):
+            self.ledger.set_slots(j, max(slots, 0))
+
+
+def _with(problem: Problem, **changes: Floats | tuple[int, ...]) -> Problem:
+    """The problem with other arrays, none of which can be changed."""
+    for value in changes.values():
+        if isinstance(value, np.ndarray):
+            if not np.isfinite(value).all() or (value < 0).any():
+                raise UsageError("memory and times are numbers of 0 or more")
+            value.setflags(write=False)
+    return replace(problem, **changes)  # type: ignore[arg-type]
