@@ -40,17 +40,18 @@ class LinkFit(NamedTuple):
 class LinkEstimate:
     """Delay and bandwidth of a link by least squares over fading samples (payload, time). O(1) a sample."""
 
-    __slots__ = ("_at", "_fade_s", "_prior", "_sums", "fit")
+    __slots__ = ("_at", "_fade_s", "_prior_weight", "_sums", "fit")
 
     def __init__(
         self, now: float, prior: LinkFit | None = None, fade_s: float = 60.0, prior_weight: float = 1.0
     ) -> None:
-        self._prior = prior or LinkFit(UNKNOWN_RTT_MS, 0.0)
         self._fade_s = fade_s
         self._at = now
-        # Sums of weight, x, x^2, y, x y; the prior is a sample without payload.
-        self._sums = [prior_weight, 0.0, 0.0, prior_weight * self._prior.delay_ms, 0.0]
-        self.fit = self._prior
+        # Sums of weight, x, x^2, y, x y. The prior becomes a sample with the first payload: of the bandwidth it says
+        # nothing until payloads differ.
+        self._sums = [0.0] * 5
+        self._prior_weight = prior_weight
+        self.fit = prior or LinkFit(UNKNOWN_RTT_MS, 0.0)
 
     def observe(self, payload_bytes: float, ms: float, now: float) -> None:
         """Learn from one step. Raises `UsageError` for a payload or a time below 0."""
@@ -59,6 +60,9 @@ class LinkEstimate:
         kept = math.exp(-max(now - self._at, 0.0) / self._fade_s)
         self._at = max(now, self._at)
         x, y = payload_bytes, ms
+        if not self._sums[0]:
+            w, expected = self._prior_weight, self.fit.ms(x)
+            self._sums = [w, w * x, w * x * x, w * expected, w * x * expected]
         self._sums = [kept * old + new for old, new in zip(self._sums, (1.0, x, x * x, y, x * y), strict=True)]
         n, sx, sxx, sy, sxy = self._sums
         spread = sxx - sx * sx / n

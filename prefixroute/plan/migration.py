@@ -42,7 +42,8 @@ def deal_alike(
 ) -> list[Span | None]:
     """Return the target with spans exchanged among servers that are alike, so that little has to be loaded.
 
-    Servers are alike when they cost the same; with `any_place`, when they are of one kind, wherever they are. O(n^2 log n).
+    Servers are alike when they cost the same; with `any_place`, when they are of one kind, wherever they are.
+    O(n^2 log n).
     """
     kinds: dict[bytes, list[int]] = {}
     for j in range(problem.servers):

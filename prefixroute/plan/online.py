@@ -11,7 +11,8 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -36,8 +37,13 @@ class OnlineSettings:
     """The placement is looked at again so often, if anything was learnt."""
     least_gain: float = 0.05
     """A new placement must save this share of the time of a token, or it is not worth the moves."""
+    headroom: float = 0.05
+    """A placement for twice the load, and twice that, is taken as long as it costs no more than this share at the load
+    that there is: memory for more sessions often costs little, and a load that jumps then needs no move."""
     blocks_per_step: int = 16
     """Blocks that may be loading at once; a server with a larger span moves alone."""
+    horizon_s: float = 600.0
+    """How long a load is expected to last, when a placement that cannot keep up is compared with another."""
     fade_s: float = 60.0
     """How long a measurement counts."""
     known_within: float = 0.05
@@ -48,8 +54,10 @@ class OnlineSettings:
     """What a step carries for a prompt."""
 
     def __post_init__(self) -> None:
-        if min(self.review_s, self.fade_s) <= 0 or self.blocks_per_step < 1 or not 0 <= self.least_gain < 1:
-            raise UsageError("review_s and fade_s are above 0, blocks_per_step is 1 or more, least_gain from 0 to 1")
+        if min(self.review_s, self.fade_s) <= 0 or self.blocks_per_step < 1:
+            raise UsageError("review_s and fade_s are above 0, and blocks_per_step is 1 or more")
+        if not 0 <= self.least_gain < 1 or self.headroom < 0:
+            raise UsageError("least_gain is from 0 to 1, and headroom 0 or more")
 
 
 class Routed(NamedTuple):
@@ -58,6 +66,14 @@ class Routed(NamedTuple):
     chain: Chain
     wait_s: float
     booking: Booking
+
+
+class _Judged(NamedTuple):
+    """A request's seconds with queues and without, and requests a second that all slots carry."""
+
+    whole_s: float
+    served_s: float
+    per_s: float
 
 
 class OnlinePlanner:
@@ -75,7 +91,7 @@ class OnlinePlanner:
         self.settings = settings or OnlineSettings()
         self._shares = list(shares) if shares is not None else [1.0] * problem.clients
         self.problem = at_rate(problem, requests_per_s, self._shares)
-        plan = adaptive(self.problem) if spans is None else None
+        plan = self._roomy(self.problem, adaptive(self.problem), {}) if spans is None else None
         self.spans: list[Span | None] = list(plan.placement.spans if plan else spans or ())
         """The span of each server, as far as the caller has said."""
         self._order = plan.placement.order if plan else ()
@@ -192,9 +208,11 @@ class OnlinePlanner:
         due = now - self._reviewed_at >= self.settings.review_s and self._learnt and self.settled
         if self._learnt:
             self._reprice()
+        # Less load is no haste, and a migration under way is not turned round for it.
+        rising = rate is not None and (rate > self._rate.planned_per_s or self.settled)
         if rate is not None:
             self._rate.plan_for(rate, now)
-        if rate is not None or due or self._urgent:
+        if rising or due or self._urgent:
             self._review(now)
         return self._begin()
 
@@ -232,43 +250,74 @@ class OnlinePlanner:
             self._pending = {}
             return
         current = [self._moving[j].new if j in self._moving else span for j, span in enumerate(self.spans)]
-        slots = [max(each, 0) for each in self.problem.slots(current)]
-        found = assign(self.problem, Links(self.problem, current), slots, partly=True)
-        if found and found.flow > plan.assignment.flow * (1 - self.settings.least_gain):
+        dealt = self._near(current, plan)
+        if not self._pays(current, dealt):
             self._pending = {}
             return
         self._order = plan.placement.order
-        dealt = self._near(current, plan)
         rank = {j: at for at, j in enumerate(self._order)}
         moves = [Move(j, old, new) for j, (old, new) in enumerate(zip(current, dealt, strict=True)) if old != new]
         moves.sort(key=lambda move: (move.old is not None, rank.get(move.server, len(rank)), move.server))
         self._pending = {move.server: move for move in moves if move.server not in self._moving}
 
+    def _pays(self, current: Sequence[Span | None], target: Sequence[Span | None]) -> bool:
+        """Whether a placement is better by enough: more than its share, and than what moving takes from those served.
+
+        Servers drain for about a request's time, half of them at once, so that others wait half that time longer. Where
+        the target cannot keep up either, moving would only make the queue longer.
+        """
+        now, then = self._judge(current), self._judge(target)
+        if not now.per_s:
+            return True
+        if then.per_s < self._rate.planned_per_s:
+            return False
+        return then.whole_s < min(now.whole_s * (1 - self.settings.least_gain), now.whole_s - now.served_s / 2)
+
+    def _slots(self, spans: Sequence[Span | None]) -> list[int]:
+        return [max(each, 0) for each in self.problem.slots(spans)]
+
     def _near(self, current: Sequence[Span | None], plan: Adaptive) -> list[Span | None]:
         """The plan with spans dealt anew, also among servers of different places if that costs little."""
         problem = self.problem
         loose = deal_alike(problem, current, plan.placement.spans, any_place=True)
-        found = assign(problem, Links(problem, loose), [max(each, 0) for each in problem.slots(loose)])
-        worth = plan.assignment.ms_per_token * (1 + self.settings.least_gain / 2)
-        if found is not None and found.ms_per_token <= worth:
-            return loose
-        return deal_alike(problem, current, plan.placement.spans)
+        strict = deal_alike(problem, current, plan.placement.spans)
+        worth = 1 + self.settings.least_gain / 2
+        return loose if self._judge(loose).whole_s <= self._judge(strict).whole_s * worth else strict
 
     def _plan(self) -> Adaptive:
-        """Plan for the load of the rate; while more is booked, for that load up to it which is worked off soonest."""
+        """The placement on which a request takes least time at the load of the rate."""
         fixed = {j: span for j, span in enumerate(self.spans) if j in self._fixed and span is not None}
-        problem = at_rate(self.problem, self._rate.planned_per_s, self._shares)
-        best, best_problem = adaptive(problem, fixed=fixed), problem
-        booked = min(len(self.ledger), problem.most_requests())
-        for load in (booked, booked // 2, booked // 4):
-            if load <= problem.concurrent:
+        self.problem = problem = at_rate(self.problem, self._rate.planned_per_s, self._shares)
+        plan = adaptive(problem, fixed=fixed)
+        plans = [plan, self._roomy(problem, plan, fixed)]
+        return min(plans, key=lambda each: self._judge(each.placement.spans).whole_s)
+
+    def _judge(self, spans: Sequence[Span | None]) -> _Judged:
+        """What spans are worth at the load of the rate; queues count over the horizon."""
+        problem = self.problem
+        links, slots = Links(problem, spans), self._slots(spans)
+        crowd = max(problem.most_requests(), problem.concurrent)
+        full = assign(with_requests(problem, share_out(crowd, self._shares)), links, slots, partly=True)
+        usual = assign(problem, links, slots, partly=True)
+        if not full or not usual or not full.chains or not usual.chains:
+            return _Judged(math.inf, math.inf, 0.0)
+        per_s = full.flow * 1000 / problem.output_tokens
+        queue = max(self._rate.planned_per_s - per_s, 0.0) * self.settings.horizon_s
+        served_s = usual.ms_per_token * problem.output_tokens / 1000
+        return _Judged(served_s + queue / 2 / per_s, served_s, per_s)
+
+    def _roomy(self, problem: Problem, plan: Adaptive, fixed: Mapping[int, Span]) -> Adaptive:
+        """A placement for the largest load, by doubling, that costs little more than `plan` at the problem's own."""
+        worth = plan.assignment.ms_per_token * (1 + self.settings.headroom)
+        load, most = 2 * problem.concurrent, problem.most_requests()
+        while self.settings.headroom and load <= most:
+            placement = adaptive(with_requests(problem, share_out(load, self._shares)), fixed=fixed).placement
+            found = assign(problem, Links(problem, placement.spans), problem.slots(placement.spans))
+            if found is None or found.ms_per_token > worth:
                 break
-            larger = with_requests(problem, share_out(load, self._shares))
-            plan = adaptive(larger, fixed=fixed)
-            if plan.assignment.flow > best.assignment.flow:
-                best, best_problem = plan, larger
-        self.problem = best_problem
-        return best
+            plan = Adaptive(placement, found)
+            load *= 2
+        return plan
 
     def _begin(self) -> list[Move]:
         """Let servers leave service as the bound and coverage allow, and those that are idle begin to load."""

@@ -23,6 +23,7 @@ from .placement import Ask, Done
 TICK_S = 1.0
 LOAD_S_PER_BLOCK = 2.0
 NOISE = 0.05
+PING_S = 10.0
 GIVE_UP_S = 3600.0
 
 
@@ -208,6 +209,8 @@ class ChangingWorld:
     def _tick(self, now: float) -> None:
         if not self._adapt:
             return
+        if now % PING_S < TICK_S:
+            self._ping(now)
         for move in self.planner.tick(now):
             self._story.moves.append((now, move.server, move.loaded_blocks))
             self._at(now + LOAD_S_PER_BLOCK * move.loaded_blocks, "loaded", move.server)
@@ -218,6 +221,14 @@ class ChangingWorld:
             self.planner.finished(session.booking)
         for session in displaced:
             self._ask(session.ask, now, again=True)
+
+    def _ping(self, now: float) -> None:
+        """Measure every link, used or not: one that was congested would else never be tried again."""
+        for client in range(self._truth.clients):
+            for server in range(self._truth.servers):
+                if server not in self._gone:
+                    rtt = float(self._truth.rtt_ms[client, server]) * float(self._rtt[server])
+                    self.planner.observe_link(client, server, rtt * self._noise(), now)
 
     def _has_gap(self) -> bool:
         held = np.zeros(self._truth.blocks, bool)

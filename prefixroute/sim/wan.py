@@ -92,8 +92,8 @@ def read_graph(path: Path) -> Wan:
 def read_landmarks(path: Path, places: int, rng: random.Random) -> Wan:
     """Read round trips to common landmarks (columns ``latency_m1`` ...), and draw so many places from rows.
 
-    Two places are taken to be as far from each other as by the nearest landmark that both have, which is an upper bound.
-    Raises `UsageError` with the line.
+    Two places are taken to be as far from each other as by the nearest landmark of both: an upper bound. Raises
+    `UsageError` with the line.
     """
     rows: list[tuple[str, tuple[float, ...]]] = []
     reader = csv.DictReader(_lines(path))
