@@ -64,6 +64,19 @@ def test_json_and_plots_go_to_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_better_plan_is_looked_for_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = changed(
+        tmp_path, ("requests_per_s = 1.0 ", "concurrent = 3 #"), ("count = 8", "count = 1"), ("count = 8", "count = 1")
+    )
+    assert cli.main(["plan", "place", str(few), "--exact", "20"]) == 0
+    assert "exact (cp-sat, optimal): " in capsys.readouterr().out
+    assert cli.main(["plan", "place", str(few), "--exact", "20", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["lower_bound"] <= plan["exact"]["ms_per_token"] <= plan["ms_per_token"] + 1e-3
+    assert cli.main(["plan", "place", str(few), "--exact", "0"]) == 2
+    assert "time_limit_s above 0" in capsys.readouterr().err
+
+
 def test_a_json_file_says_the_same(tmp_path: Path) -> None:
     path = tmp_path / "fleet.json"
     path.write_bytes(msgspec.json.encode(msgspec.toml.decode(EXAMPLE.read_bytes())))

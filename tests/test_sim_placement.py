@@ -314,3 +314,33 @@ def test_a_given_placement_is_where_it_begins() -> None:
     world = ChangingWorld(made.problem, 0.5, [Ask(0.0, 0)], [], 1, settings=OnlineSettings(), spans=spans)
     assert tuple(world.planner.spans) == spans
     assert world.run().moves == []
+
+
+def test_following_and_staying_are_told_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    base = [
+        "simulate",
+        "place",
+        "--changes",
+        "--networks",
+        "europe",
+        "--requests",
+        "150",
+        "--seeds",
+        "2",
+        "--workers",
+        "1",
+    ]
+    assert cli.main([*base, "--json", "-"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["unserved"] == 0 and row["gaps_s"] == 0
+    assert 0 < row["follows_s"] <= 1.1 * row["stays_s"]
+    assert cli.main([*base, "--headroom", "0", "--rates", "0.2,0.3"]) == 0
+    printed = capsys.readouterr().out
+    assert "150 requests after the jump from 0.2 to 0.3 a second" in printed
+    for extra, said in (
+        ([str(EXAMPLE)], "leave FLEET, --trace and --plot out"),
+        (["--headroom", "-1"], "--headroom is 0 or more"),
+        (["--rates", "1,2,3"], "two rates"),
+    ):
+        assert cli.main([*base, *extra]) == 2
+        assert said in capsys.readouterr().err

@@ -13,6 +13,7 @@ from .exact import Exact, solve_exact
 from .fleet import Problem, Span, with_requests
 from .fleet_file import Fleet, read_fleet
 from .ledger import Booking, Ledger, retry_wait_s
+from .linear import Solver
 from .load import DesignLoad, at_rate, design_load, share_out, single_request_s
 from .migration import Migration, Move, deal_alike, next_movers, plan_migration
 from .online import OnlinePlanner, OnlineSettings, Routed
@@ -46,6 +47,7 @@ __all__ = [
     "RateWatch",
     "Routed",
     "Shared",
+    "Solver",
     "Span",
     "adaptive",
     "assign",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from prefixroute.errors import UsageError
@@ -91,16 +90,15 @@ class Fading:
         self.value += (value - self.value) / self._weight
 
 
-@dataclass(slots=True)
 class RateWatch:
-    """Arrivals against the rate that is planned for. An arrival or a check costs O(windows)."""
+    """Arrivals against the rate that is planned for. An arrival costs O(1), a check O(arrivals of the windows)."""
 
-    planned_per_s: float
-    since: float
-    _times: deque[float]
+    __slots__ = ("_since", "_times", "planned_per_s")
 
     def __init__(self, planned_per_s: float, now: float) -> None:
-        self.planned_per_s, self.since, self._times = planned_per_s, now, deque()
+        self.planned_per_s = planned_per_s
+        self._since = now
+        self._times: deque[float] = deque()
 
     def arrived(self, now: float) -> None:
         """Count an arrival."""
@@ -111,7 +109,7 @@ class RateWatch:
     def changed(self, now: float) -> float | None:
         """Return the rate seen lately if the planned one does not explain it, else None."""
         for window in WINDOWS_S:
-            if now - self.since < window:
+            if now - self._since < window:
                 break
             seen = self._count(now - window)
             expected = self.planned_per_s * window
@@ -123,7 +121,7 @@ class RateWatch:
 
     def plan_for(self, rate_per_s: float, now: float) -> None:
         """Take a rate as planned from now on; what came before counts no more."""
-        self.planned_per_s, self.since = rate_per_s, now
+        self.planned_per_s, self._since = rate_per_s, now
 
     def _count(self, begin: float) -> int:
         count = 0

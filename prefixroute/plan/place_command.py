@@ -10,9 +10,10 @@ from typing import Any
 from prefixroute.sim.parallel import check_writable, write_json
 
 from .certificate import Certificate, certify
-from .chains import Assignment
+from .chains import Assignment, Links, Shared, assign
+from .exact import Exact, solve_exact
 from .fleet_file import GB, Fleet, read_fleet
-from .placement import Placement, adaptive
+from .placement import Adaptive, Placement, adaptive
 
 SHOWN_CHAINS = 6
 
@@ -28,6 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the plan as JSON (no FILE: print it, and nothing else)",
     )
+    add("--exact", type=float, metavar="S", help="look for a better plan for so many seconds (needs the extra milp)")
     add("--plot", metavar="FILE", help="draw the span of each server, as PNG")
 
 
@@ -36,14 +38,41 @@ def run_options(options: argparse.Namespace) -> int:
     fleet = read_fleet(options.fleet)
     check_writable(options.json)
     check_writable(options.plot)
-    placement, assignment = adaptive(fleet.problem)
+    plan = adaptive(fleet.problem)
+    found = None
+    if options.exact is not None:
+        found = solve_exact(fleet.problem, time_limit_s=options.exact, start=plan)
+        plan = _better(fleet, plan, found)
+    placement, assignment = plan
     certificate = certify(fleet.problem, placement)
     if options.json != "-":
         print(table(fleet, placement, assignment, certificate))
+        if found:
+            print(
+                f"exact ({found.solver}, {found.status}): {found.ms_per_token:.1f} ms a token with the best routing, "
+                f"no placement below {found.bound:.1f} (gap {found.gap:.1%})"
+            )
     if options.plot:
         plot(options.plot, fleet, placement)
-    write_json(options.json, as_json(fleet, placement, assignment, certificate))
+    result = as_json(fleet, placement, assignment, certificate)
+    if found:
+        result["exact"] = {
+            "ms_per_token": round(found.ms_per_token, 3),
+            "bound": round(found.bound, 3),
+            "status": found.status,
+            "solver": found.solver,
+        }
+    write_json(options.json, result)
     return 0
+
+
+def _better(fleet: Fleet, plan: Adaptive, found: Exact) -> Adaptive:
+    """The solver's placement if requests that are routed one after the other are served better on it."""
+    links = Links(fleet.problem, found.placement.spans)
+    assignment = assign(fleet.problem, links, fleet.problem.slots(found.placement.spans))
+    if assignment is None or assignment.ms_per_token >= plan.assignment.ms_per_token:
+        return plan
+    return Adaptive(found.placement, assignment)
 
 
 def as_json(fleet: Fleet, placement: Placement, assignment: Assignment, certificate: Certificate) -> dict[str, Any]:
@@ -115,7 +144,7 @@ def table(fleet: Fleet, placement: Placement, assignment: Assignment, certificat
     return "\n".join(lines)
 
 
-def _chain(fleet: Fleet, shared: Any) -> str:
+def _chain(fleet: Fleet, shared: Shared) -> str:
     hops = " > ".join(f"{fleet.servers[hop.server]} ({hop.blocks})" for hop in shared.chain.hops)
     return f"  {shared.requests:>4} of {fleet.clients[shared.client]}: {shared.chain.ms:8.1f} ms a token, {hops}"
 

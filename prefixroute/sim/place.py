@@ -36,6 +36,7 @@ from prefixroute.plan import (
     read_fleet,
 )
 
+from . import changes
 from .fleets import FleetShape, made_fleet
 from .parallel import Progress, add_run_options, check_writable, run_all, write_json
 from .placement import Ask, Done, Route, from_trace, poisson, read_arrivals, serve, waiting_route
@@ -216,6 +217,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--small-blocks", type=int, default=4, metavar="N", help="most blocks on a small server (4, as published)")
     add("--trace", type=Path, metavar="FILE", help="arrivals from a trace, stretched to the rate, not Poisson")
     add("--contenders", default=",".join(CONTENDERS), metavar="C,...", help=f"of {', '.join(CONTENDERS)}")
+    add("--changes", action="store_true", help="a load that jumps, congestion, a lost server: following or staying")
+    add("--headroom", type=float, default=0.05, metavar="X", help="with --changes: what room for more may cost (0.05)")
     add("--plot", metavar="FILE", help="draw seconds of a request over the rate, as PNG")
     add_run_options(parser)
 
@@ -258,6 +261,8 @@ def tasks_of(options: argparse.Namespace) -> list[Task]:
 def run_options(options: argparse.Namespace) -> int:
     """Run the command. Raises `UsageError` for what cannot be simulated."""
     tasks = tasks_of(options)
+    if options.changes:
+        return _run_changes(options)
     check_writable(options.json)
     check_writable(options.plot)
     silent = options.json == "-"
@@ -269,6 +274,30 @@ def run_options(options: argparse.Namespace) -> int:
         )
     if options.plot:
         plot(options.plot, rows)
+    write_json(options.json, {"requests": options.requests, "seeds": options.seeds, "rows": rows})
+    return 0
+
+
+def _run_changes(options: argparse.Namespace) -> int:
+    if options.fleet or options.plot or options.trace:
+        raise UsageError("--changes draws fleets and arrivals itself: leave FLEET, --trace and --plot out")
+    if options.headroom < 0:
+        raise UsageError("--headroom is 0 or more")
+    check_writable(options.json)
+    rates = [float(text) for text in (options.rates or "0.2,1.6").split(",")]
+    if len(rates) != 2:
+        raise UsageError("--changes needs two rates: the calm one, and the one that it jumps to, as 0.2,1.6")
+    shape = FleetShape(options.servers, clients=options.clients, small_blocks=options.small_blocks)
+    tasks = [
+        changes.StoryTask(source, shape, rates[0], rates[1], options.requests, True, options.headroom, seed)
+        for source in options.networks.split(",")
+        for seed in range(options.seeds)
+    ]
+    silent = options.json == "-"
+    rows = changes.compare_stories(tasks, options.workers, silent)
+    if not silent:
+        print(changes.table(rows))
+        print(f"{options.requests} requests after the jump from {rates[0]:g} to {rates[1]:g} a second")
     write_json(options.json, {"requests": options.requests, "seeds": options.seeds, "rows": rows})
     return 0
 
