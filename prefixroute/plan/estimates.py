@@ -93,11 +93,11 @@ class Fading:
 class RateWatch:
     """Arrivals against the rate that is planned for. An arrival costs O(1), a check O(arrivals of the windows)."""
 
-    __slots__ = ("_since", "_times", "planned_per_s")
+    __slots__ = ("_begin", "_since", "_times", "planned_per_s")
 
     def __init__(self, planned_per_s: float, now: float) -> None:
         self.planned_per_s = planned_per_s
-        self._since = now
+        self._since = self._begin = now
         self._times: deque[float] = deque()
 
     def arrived(self, now: float) -> None:
@@ -116,12 +116,20 @@ class RateWatch:
             # Few are expected at a low rate; then chance has a longer tail than its deviation says.
             room = DEVIATIONS * math.sqrt(expected) + DEVIATIONS
             if abs(seen - expected) > room:
+                self._begin = now - window
                 return max(seen / window, 1.0 / WINDOWS_S[-1])
         return None
 
     def plan_for(self, rate_per_s: float, now: float) -> None:
         """Take a rate as planned from now on; what came before counts no more."""
         self.planned_per_s, self._since = rate_per_s, now
+
+    def refined(self, now: float) -> float:
+        """Return the rate since the last change began to show: better than what few arrivals said at first."""
+        begin = max(self._begin, now - WINDOWS_S[-1])
+        if now - begin < WINDOWS_S[0]:
+            return self.planned_per_s
+        return max(self._count(begin) / (now - begin), 1.0 / WINDOWS_S[-1])
 
     def _count(self, begin: float) -> int:
         count = 0

@@ -5,7 +5,8 @@ Rules:
    rate has changed beyond chance, when servers come or go, and every `review_s` if speeds or round trips are not what
    they were; it changes only for a gain that is worth it, or because the load does not fit.
 2. Placements change by moves of few blocks at a time, and never so that a block is without a server: see migration.py.
-3. Delays, bandwidths and speeds are what was measured lately, not what the plan was made with.
+3. Delays, bandwidths and speeds are what was measured, not what the plan was made with: of the last minute for routes,
+   of the last ten for the placement, so that congestion is driven around, and only what stays moves blocks.
 4. The planner holds no clock and moves nothing: `tick` returns moves, the caller carries them out and says when.
 """
 
@@ -21,7 +22,7 @@ import numpy as np
 from prefixroute.errors import UsageError
 
 from .chains import Chain, Links, assign
-from .estimates import Fading, LinkEstimate, LinkFit, RateWatch
+from .estimates import LEAST_MS, Fading, LinkEstimate, LinkFit, RateWatch
 from .fleet import Floats, Problem, Span, with_requests
 from .ledger import Booking, Ledger
 from .load import at_rate, share_out
@@ -35,6 +36,8 @@ class OnlineSettings:
 
     review_s: float = 60.0
     """The placement is looked at again so often, if anything was learnt."""
+    retry_s: float = 10.0
+    """The same after a change of the rate, for a time of `review_s`, with the rate that is known better by then."""
     least_gain: float = 0.05
     """A new placement must save this share of the time of a token, or it is not worth the moves."""
     headroom: float = 0.05
@@ -43,9 +46,10 @@ class OnlineSettings:
     blocks_per_step: int = 16
     """Blocks that may be loading at once; a server with a larger span moves alone."""
     horizon_s: float = 600.0
-    """How long a load is expected to last, when a placement that cannot keep up is compared with another."""
+    """How long a load is expected to last, when a placement that cannot keep up is compared with another. A measurement
+    counts as long for the placement."""
     fade_s: float = 60.0
-    """How long a measurement counts."""
+    """How long a measurement counts for routes."""
     known_within: float = 0.05
     """Routes are priced anew when an estimate is off by more than this share."""
     token_bytes: float = 0.0
@@ -54,8 +58,8 @@ class OnlineSettings:
     """What a step carries for a prompt."""
 
     def __post_init__(self) -> None:
-        if min(self.review_s, self.fade_s) <= 0 or self.blocks_per_step < 1:
-            raise UsageError("review_s and fade_s are above 0, and blocks_per_step is 1 or more")
+        if min(self.review_s, self.retry_s, self.fade_s) <= 0 or self.blocks_per_step < 1:
+            raise UsageError("review_s, retry_s and fade_s are above 0, and blocks_per_step is 1 or more")
         if not 0 <= self.least_gain < 1 or self.headroom < 0:
             raise UsageError("least_gain is from 0 to 1, and headroom 0 or more")
 
@@ -98,10 +102,13 @@ class OnlinePlanner:
         self._rate = RateWatch(requests_per_s, now)
         self._links_ms = [[self._link(c, j, now) for j in range(problem.servers)] for c in range(problem.clients)]
         self._decode = [Fading(now, float(ms), self.settings.fade_s) for ms in problem.decode_ms]
+        slowly = self.settings.horizon_s
+        self._usual_rtt = [[Fading(now, float(ms) or LEAST_MS, slowly) for ms in row] for row in problem.rtt_ms]
+        self._usual_decode = [Fading(now, float(ms), slowly) for ms in problem.decode_ms]
         self._pending: dict[int, Move] = {}
         self._moving: dict[int, Move] = {}
         self._loading: set[int] = set()
-        self._reviewed_at = now
+        self._reviewed_at = self._doubtful_until = now
         self._fixed: set[int] = set()
         self._learnt = self._urgent = False
         self.ledger = Ledger([0] * problem.servers)
@@ -140,11 +147,13 @@ class OnlinePlanner:
         payload = self.settings.token_bytes if payload_bytes is None else payload_bytes
         self._links_ms[client][server].observe(payload, ms, now)
         fit = self._links_ms[client][server].fit
+        self._usual_rtt[client][server].observe(fit.ms(self.settings.token_bytes), now)
         self._notice(fit.ms(self.settings.token_bytes), float(self.problem.rtt_ms[client, server]))
 
     def observe_server(self, server: int, decode_ms: float, now: float) -> None:
         """Learn what a block and token took on a server."""
         self._decode[server].observe(decode_ms, now)
+        self._usual_decode[server].observe(decode_ms, now)
         self._notice(self._decode[server].value, float(self.problem.decode_ms[server]))
 
     def _notice(self, found: float, known: float) -> None:
@@ -178,7 +187,9 @@ class OnlinePlanner:
         self.spans.append(None)
         for c, row in enumerate(self._links_ms):
             row.append(self._link(c, server, now))
+            self._usual_rtt[c].append(Fading(now, float(rtt_ms[c]) or LEAST_MS, self.settings.horizon_s))
         self._decode.append(Fading(now, decode_ms, self.settings.fade_s))
+        self._usual_decode.append(Fading(now, decode_ms, self.settings.horizon_s))
         self._urgent = True
         self._serve()
         return server
@@ -189,8 +200,9 @@ class OnlinePlanner:
         memory[server] = 0.0
         self.problem = _with(self.problem, memory_bytes=memory)
         self.spans[server] = None
-        for moves in (self._pending, self._moving):
-            moves.pop(server, None)
+        # Who only drains for a move serves on: there is less to spare now.
+        self._pending.clear()
+        self._moving = {j: move for j, move in self._moving.items() if j in self._loading and j != server}
         self._loading.discard(server)
         lost = [b for b in self.ledger.bookings() if any(hop.server == server for hop in b.hops)]
         for booking in lost:
@@ -212,6 +224,12 @@ class OnlinePlanner:
         rising = rate is not None and (rate > self._rate.planned_per_s or self.settled)
         if rate is not None:
             self._rate.plan_for(rate, now)
+        if rate is not None:
+            self._doubtful_until = now + self.settings.review_s
+        elif now < self._doubtful_until and self.settled and now - self._reviewed_at >= self.settings.retry_s:
+            # What few arrivals told may be more than any placement carries, or less than there is.
+            self._rate.planned_per_s = self._rate.refined(now)
+            rising = True
         if rising or due or self._urgent:
             self._review(now)
         return self._begin()
@@ -243,22 +261,28 @@ class OnlinePlanner:
         self.reviews += 1
         self._reviewed_at, self._urgent = now, False
         self._reprice()
+        routing = self.problem
+        rtt = np.array([[each.value for each in row] for row in self._usual_rtt])
+        self.problem = _priced(routing, rtt, np.array([each.value for each in self._usual_decode]))
         try:
-            plan = self._plan()
+            self._pending = self._wanted()
         except UsageError:
             # The servers that are left cannot hold the model: what they hold is kept for those that come.
             self._pending = {}
-            return
+        self.problem = with_requests(routing, self.problem.requests)
+
+    def _wanted(self) -> dict[int, Move]:
+        """The moves to a better placement, in order; none if it is not worth them."""
+        plan = self._plan()
         current = [self._moving[j].new if j in self._moving else span for j, span in enumerate(self.spans)]
         dealt = self._near(current, plan)
         if not self._pays(current, dealt):
-            self._pending = {}
-            return
+            return {}
         self._order = plan.placement.order
         rank = {j: at for at, j in enumerate(self._order)}
         moves = [Move(j, old, new) for j, (old, new) in enumerate(zip(current, dealt, strict=True)) if old != new]
         moves.sort(key=lambda move: (move.old is not None, rank.get(move.server, len(rank)), move.server))
-        self._pending = {move.server: move for move in moves if move.server not in self._moving}
+        return {move.server: move for move in moves if move.server not in self._moving}
 
     def _pays(self, current: Sequence[Span | None], target: Sequence[Span | None]) -> bool:
         """Whether a placement is better by enough: more than its share, and than what moving takes from those served.
@@ -356,13 +380,11 @@ class OnlinePlanner:
         problem, settings = self.problem, self.settings
         fits = [[estimate.fit for estimate in row] for row in self._links_ms]
         rtt = np.array([[fit.ms(settings.token_bytes) for fit in row] for row in fits])
+        prompt = None
         if settings.prompt_bytes > settings.token_bytes:
             prompt = np.array([[fit.ms(settings.prompt_bytes) for fit in row] for row in fits])
-        else:
-            prompt = np.maximum(problem.prompt_rtt_ms + rtt - problem.rtt_ms, 0.0)
         decode = np.array([each.value for each in self._decode])
-        prefill = problem.prefill_ms * decode / problem.decode_ms
-        self.problem = _with(problem, rtt_ms=rtt, prompt_rtt_ms=prompt, decode_ms=decode, prefill_ms=prefill)
+        self.problem = _priced(problem, rtt, decode, prompt)
         self._learnt = False
         self._serve()
 
@@ -372,6 +394,14 @@ class OnlinePlanner:
         self._links = Links(self.problem, serving)
         for j, slots in enumerate(self.problem.slots(serving)):
             self.ledger.set_slots(j, max(slots, 0))
+
+
+def _priced(problem: Problem, rtt_ms: Floats, decode_ms: Floats, prompt_rtt_ms: Floats | None = None) -> Problem:
+    """The problem at other prices; what concerns prompts changes as what concerns tokens, unless it is said."""
+    if prompt_rtt_ms is None:
+        prompt_rtt_ms = np.maximum(problem.prompt_rtt_ms + rtt_ms - problem.rtt_ms, 0.0)
+    prefill = problem.prefill_ms * decode_ms / problem.decode_ms
+    return _with(problem, rtt_ms=rtt_ms, prompt_rtt_ms=prompt_rtt_ms, decode_ms=decode_ms, prefill_ms=prefill)
 
 
 def _with(problem: Problem, **changes: Floats | tuple[int, ...]) -> Problem:

@@ -46,13 +46,14 @@ class Told(NamedTuple):
     moves: int
     gaps_s: float
     answered_s: float | None
-    """From the jump to the first move after it; None if nothing moved."""
+    """From the jump until the first server was told to move; None if none was."""
 
 
 def run_story(task: StoryTask) -> Told:
     """Run both sides of a task."""
     means, unserved = [], 0
     moves: list[tuple[float, int, int]] = []
+    decided: list[float] = []
     gaps_s = jump = 0.0
     for follows in (False, True):
         wan = network(task.source, task.shape.servers + 4, random.Random(task.seed))
@@ -75,8 +76,8 @@ def run_story(task: StoryTask) -> Told:
         story = world.run()
         means.append(mean(done.whole_s for _, done in story.done))
         unserved += story.unserved
-        moves, gaps_s = story.moves, story.gaps_s
-    after = [at - jump for at, *_ in moves if at >= jump]
+        moves, decided, gaps_s = story.moves, story.decided_s, story.gaps_s
+    after = [at - jump for at in decided if at >= jump]
     return Told(means[0], means[1], unserved, len(moves), gaps_s, after[0] if after else None)
 
 

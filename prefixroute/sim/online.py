@@ -49,6 +49,8 @@ class Story(NamedTuple):
     """(when begun, server, blocks loaded)."""
     gaps_s: float
     """Seconds in which some block was on no serving server."""
+    decided_s: list[float]
+    """When servers were told to drain, or to load at once."""
 
 
 class _Session(NamedTuple):
@@ -83,7 +85,7 @@ class ChangingWorld:
         self._running: dict[int, _Session] = {}
         self._ends_as: dict[int, Done] = {}
         self._used = [0] * problem.servers
-        self._story = Story([], 0, 0, [], 0.0)
+        self._story = Story([], 0, 0, [], 0.0, [])
         for ask in asks:
             self._at(ask.at_s, "ask", ask)
         for change in changes:
@@ -123,7 +125,7 @@ class ChangingWorld:
                 self._at(now + TICK_S, "tick", None)
             self._start(now)
         done = sorted(self._story.done, key=lambda pair: pair[0])
-        return Story(done, unserved, restarts, self._story.moves, gaps_s)
+        return self._story._replace(done=done, unserved=unserved, restarts=restarts, gaps_s=gaps_s)
 
     def _at(self, at_s: float, kind: str, what: object) -> None:
         heapq.heappush(self._events, (at_s, self._count, kind, what))
@@ -211,7 +213,11 @@ class ChangingWorld:
             return
         if now % PING_S < TICK_S:
             self._ping(now)
-        for move in self.planner.tick(now):
+        before = self.planner.moving
+        moves = self.planner.tick(now)
+        if self.planner.moving - before:
+            self._story.decided_s.append(now)
+        for move in moves:
             self._story.moves.append((now, move.server, move.loaded_blocks))
             self._at(now + LOAD_S_PER_BLOCK * move.loaded_blocks, "loaded", move.server)
         moving = self.planner.moving
