@@ -179,7 +179,7 @@ def changes(seeds: int, requests: int, workers: int) -> Iterator[Row]:
         yield Row(f"{name}: moves of a run", row["moves"], "moves")
         yield Row(f"{name}: time with a block on no server", row["gaps_s"], "s", 0.0)
         if row["answered_s"] is not None and not trouble:
-            yield Row(f"{name}: from the jump until a server is told to move, most", row["answered_s"], "s", 15.0)
+            yield Row(f"{name}: from the jump until a server is told to move, most", row["answered_s"], "s", 20.0)
 
 
 def main() -> int:

@@ -36,7 +36,7 @@ class OnlineSettings:
 
     review_s: float = 60.0
     """The placement is looked at again so often, if anything was learnt."""
-    retry_s: float = 10.0
+    retry_s: float = 5.0
     """The same after a change of the rate, for a time of `review_s`, with the rate that is known better by then."""
     least_gain: float = 0.05
     """A new placement must save this share of the time of a token, or it is not worth the moves."""
