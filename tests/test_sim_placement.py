@@ -256,8 +256,10 @@ def test_what_cannot_be_simulated_is_refused(capsys: pytest.CaptureFixture[str],
 TIGHT = OnlineSettings(headroom=0.0)
 
 
-def story(seed: int, adapt: bool, changes: list[Change], settings: OnlineSettings | None = None) -> ChangingWorld:
-    made = made_fleet(built_in("world"), seed)
+def story(
+    seed: int, adapt: bool, changes: list[Change], settings: OnlineSettings | None = None, wan: str = "world"
+) -> ChangingWorld:
+    made = made_fleet(built_in(wan), seed)
     asks: list[Ask] = []
     for rate, count in ((0.2, 30), (1.5, 300)):
         begin = asks[-1].at_s + 1.0 if asks else 0.0
@@ -265,14 +267,16 @@ def story(seed: int, adapt: bool, changes: list[Change], settings: OnlineSetting
     return ChangingWorld(made.problem, 0.2, asks, changes, seed, adapt, settings)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_planner_that_follows_the_load_serves_it_sooner_and_never_opens_a_gap(seed: int) -> None:
-    frozen, following = (story(seed, adapt, [], TIGHT).run() for adapt in (False, True))
-    assert following.unserved == frozen.unserved == 0
-    assert len(following.done) == len(frozen.done) == 330
-    assert following.gaps_s == 0 and not frozen.moves and following.moves
-    assert mean(done.whole_s for _, done in following.done) < mean(done.whole_s for _, done in frozen.done)
-    assert all(done.first_s <= done.whole_s and done.wait_s >= 0 for _, done in following.done)
+def test_a_planner_that_follows_the_load_serves_it_sooner_and_never_opens_a_gap() -> None:
+    means: dict[bool, list[float]] = {False: [], True: []}
+    for seed in range(4):
+        for adapt in (False, True):
+            found = story(seed, adapt, [], TIGHT, "america").run()
+            assert found.unserved == 0 and len(found.done) == 330
+            assert found.gaps_s == 0 and bool(found.moves) == adapt
+            assert all(done.first_s <= done.whole_s and done.wait_s >= 0 for _, done in found.done)
+            means[adapt].append(mean(done.whole_s for _, done in found.done))
+    assert mean(means[True]) < 0.8 * mean(means[False])
 
 
 def test_equal_seeds_give_equal_stories_and_every_slot_comes_back() -> None:

@@ -107,7 +107,7 @@ class RateWatch:
             self._times.popleft()
 
     def changed(self, now: float) -> float | None:
-        """Return the rate seen lately if the planned one does not explain it, else None."""
+        """Return about the rate seen lately if the planned one does not explain it, else None."""
         for window in WINDOWS_S:
             if now - self._since < window:
                 break
@@ -117,7 +117,9 @@ class RateWatch:
             room = DEVIATIONS * math.sqrt(expected) + DEVIATIONS
             if abs(seen - expected) > room:
                 self._begin = now - window
-                return max(seen / window, 1.0 / WINDOWS_S[-1])
+                # Few arrivals overstate what made them conspicuous; `refined` corrects it while more come.
+                likely = seen - math.sqrt(seen) if seen > expected else seen
+                return max(likely / window, 1.0 / WINDOWS_S[-1])
         return None
 
     def plan_for(self, rate_per_s: float, now: float) -> None:
