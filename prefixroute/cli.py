@@ -139,7 +139,7 @@ COMMANDS = (
     ),
     Command(
         "plan",
-        "compute a plan before deploying: which prompts another cluster should prefill",
+        "compute a plan before deploying: where blocks of a model go, which prompts another cluster should prefill",
         planning.add_options,
         planning.run_options,
     ),

@@ -1,12 +1,17 @@
-"""Planners: slower questions in the router's cost vocabulary, answered by pure functions and small controllers.
+"""Planners: slower questions in the router's cost vocabulary. They return plans and decisions, and move nothing.
 
-`best_plan` divides prefill between clusters, `offload_gain` weighs one prompt, `ThresholdController` follows a
+Placement: which server holds which blocks of a model that fits no single one, and which chain of servers a request
+takes. Start at `Problem`, `adaptive` and `certify`; `OnlinePlanner` follows load and fleet.
+
+Prefill in another cluster: `best_plan` divides it, `offload_gain` weighs one prompt, `ThresholdController` follows a
 congested link, and `PrefillOffload` is a policy of a `Node` that has a prefill pool behind it.
 """
 
 from __future__ import annotations
 
 from .calibrate import Errors, LatencyModel, Timing, calibrate, timings_of
+from .certificate import Certificate, certify, lower_bounds, theorem2_bound
+from .chains import Assignment, Chain, Hop, Links, Shared, assign
 from .congestion import (
     Backlog,
     CapacityEstimate,
@@ -32,8 +37,19 @@ from .costs import (
     reusable_tokens,
     window_kv,
 )
+from .estimates import Fading, LinkEstimate, LinkFit, RateWatch
+from .exact import Exact, solve_exact
+from .fleet import Problem, Span, with_requests
+from .fleet_file import Fleet, read_fleet
+from .ledger import Booking, Ledger, retry_wait_s
 from .lengths import Empirical, Lengths, LogNormal, incremental
+from .linear import Solver
+from .load import DesignLoad, at_rate, design_load, share_out, single_request_s
+from .migration import Migration, Move, deal_alike, next_movers, plan_migration
 from .offload import KvLink, Line, OffloadGain, Side, offload_from, offload_gain
+from .online import OnlinePlanner, OnlineSettings, Routed
+from .petals import PetalsRates, PetalsRouter, PetalsSettings, place_petals, rates_of, should_move, throughputs
+from .placement import Adaptive, Placement, adaptive, conservative, coverage, designs_of
 from .prefill import (
     Bottleneck,
     PrefillClusters,
@@ -52,58 +68,109 @@ from .remote_pool import Offload, PrefillOffload, PrefillPool
 from .traces import TraceRequest, read_trace
 
 __all__ = [
+    "Adaptive",
+    "Assignment",
     "Backlog",
+    "Booking",
     "Bottleneck",
     "CapacityEstimate",
+    "Certificate",
+    "Chain",
     "ClusterFile",
     "ControllerSettings",
     "Curve",
     "Decode",
+    "DesignLoad",
     "Empirical",
     "Errors",
+    "Exact",
+    "Fading",
+    "Fleet",
+    "Hop",
     "KvBytes",
     "KvLink",
     "LatencyModel",
+    "Ledger",
     "Lengths",
     "Line",
+    "LinkEstimate",
+    "LinkFit",
     "LinkMonitor",
     "LinkState",
+    "Links",
     "LogNormal",
+    "Migration",
+    "Move",
     "Offload",
     "OffloadGain",
+    "OnlinePlanner",
+    "OnlineSettings",
+    "PetalsRates",
+    "PetalsRouter",
+    "PetalsSettings",
+    "Placement",
     "Polynomial",
     "PrefillClusters",
     "PrefillOffload",
     "PrefillPlace",
     "PrefillPool",
     "PrefillRates",
+    "Problem",
+    "RateWatch",
     "Rebalance",
     "Rebalancer",
+    "Routed",
+    "Shared",
     "Side",
     "Slower",
+    "Solver",
+    "Span",
     "Table",
     "ThresholdController",
     "Timing",
     "TraceRequest",
     "Window",
+    "adaptive",
     "all_local",
     "all_remote",
+    "assign",
+    "at_rate",
     "attention_kv",
     "best_plan",
     "best_threshold",
     "calibrate",
+    "certify",
+    "conservative",
+    "coverage",
+    "deal_alike",
+    "design_load",
+    "designs_of",
     "incremental",
     "kv_rate_bytes_per_s",
     "latent_kv",
+    "lower_bounds",
+    "next_movers",
     "offload_from",
     "offload_gain",
     "place",
+    "place_petals",
+    "plan_migration",
     "rates",
+    "rates_of",
     "read_clusters",
+    "read_fleet",
     "read_trace",
     "recurrent_kv",
     "relief_threshold",
+    "retry_wait_s",
     "reusable_tokens",
+    "share_out",
+    "should_move",
+    "single_request_s",
+    "solve_exact",
+    "theorem2_bound",
+    "throughputs",
     "timings_of",
     "window_kv",
+    "with_requests",
 ]

@@ -16,6 +16,7 @@ class Subject(NamedTuple):
 
 
 SUBJECTS = (
+    Subject("place", "which server should hold which blocks of a model that fits none of them", "place_command"),
     Subject("prefill", "which prompts a faster cluster should prefill, and how to divide the nodes", "prefill_command"),
 )
 

@@ -20,6 +20,7 @@ SUBJECTS = (
     Subject("grid", "all policies over fleets, workloads, caches, gossip, loads and delays, against no routing"),
     Subject("gateways", "stateless gateways in front of many endpoints: what gossip between them is worth"),
     Subject("stress", "the default rule where the grid does not go: wrong settings, slow nodes, losses, crashes, lies"),
+    Subject("place", "blocks of a model over many servers: our placements and chains against the baseline"),
     Subject("prefill", "two clusters with arrivals: prefill divided as planned, all local, all in the pool"),
     Subject("run", "your own fleet and workload, from a scenario file"),
 )

@@ -54,6 +54,19 @@ def plot_lines(
     _save(plt, figure, path)
 
 
+def plot_spans(path: str, title: str, rows: Sequence[tuple[str, int, int]], blocks: int) -> None:
+    """Draw one bar for each row: (name, first block, blocks). Raises `UsageError`."""
+    plt = _pyplot()
+    figure, axis = plt.subplots(figsize=(SIZE[0] * 0.75, max(SIZE[1], 0.22 * len(rows))))
+    names = [name for name, _, _ in rows]
+    axis.barh(names, [count for _, _, count in rows], left=[first - 0.5 for _, first, _ in rows], height=0.7)
+    axis.invert_yaxis()
+    axis.set_xlim(0.5, blocks + 0.5)
+    axis.set_xlabel("block of the model")
+    axis.set_title(title)
+    _save(plt, figure, path)
+
+
 def _save(plt: Any, figure: Any, path: str) -> None:
     try:
         figure.savefig(path, dpi=DOTS, bbox_inches="tight", format="png")
