@@ -12,7 +12,7 @@ PREFIXROUTE_SGLANG_ENV ?= $(abspath $(ENGINES))/sglang
 COMPILED ?= .venv-compiled
 
 .PHONY: help demo test test-engines compiled test-compiled check
-.PHONY: bench bench-compare bench-route bench-ingest bench-engines bench-replication bench-scale clean clean-engines
+.PHONY: bench bench-compare bench-route bench-ingest bench-engines bench-replication bench-scale bench-plan bench-gateways clean clean-engines
 
 help:                           ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/'
@@ -88,6 +88,13 @@ bench-scale: $(VENV)/.dev       ## how costs grow, 4 to 1,024 endpoints, and wha
 bench-replication: $(VENV)/.dev ## what replication takes: bytes, staleness, memory, idle CPU; 5 minutes (ARGS=--quick)
 	$(BIN)/python benchmarks/digest.py $(ARGS)
 	$(BIN)/python benchmarks/gossip.py $(ARGS)
+
+bench-plan: $(VENV)/.dev       ## planning against its bars: placement, exact, online, prefill; 5 minutes
+	$(BIN)/python benchmarks/plan_place.py $(ARGS)
+	$(BIN)/python benchmarks/plan_prefill.py
+
+bench-gateways: $(VENV)/.dev   ## what a sidecar adds to a request, beside other gateways (ARGS='--env DIR' where they are)
+	$(BIN)/python benchmarks/gateways.py $(ARGS)
 
 clean:                          ## remove what the targets made, but for the engines
 	rm -rf $(VENV) $(COMPILED) $(RIVALS) .mypy_cache .ruff_cache .hypothesis .coverage build dist demo-out
