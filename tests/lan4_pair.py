@@ -34,7 +34,7 @@ from prefixroute.emulator import Answer, EmulatedEngine, EngineConfig, KvEventsC
 from prefixroute.emulator.tokenizer import encode
 
 MODEL = "m"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 EVENT_STREAM = b"text/event-stream"
 PREFIX = " ".join(f"word{n}" for n in range(300))
 EXPECTED = Answer(encode(PREFIX)).text(0, 6)

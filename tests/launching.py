@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from prefixroute_lan4.engines import EngineSpec, Launcher
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 SERVER = """
 import http.server, json, mmap, os, signal, subprocess, sys, tempfile

@@ -96,7 +96,7 @@ class Publisher:
             self.own.destroy(linger=0)
 
 
-async def until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
     async def poll() -> None:
         while not condition():
             await asyncio.sleep(0.002)

@@ -206,7 +206,8 @@ def test_a_node_whose_engine_is_down_lets_the_others_serve(folder: Path) -> None
             assert reply.headers["x-prefixroute-target"] == "node-2/0"
             assert (texts(reply.content) if stream else reply.json()["choices"][0]["text"]) == EXPECTED
 
-    run_pair(test, folder)
+    # There is nobody else to ask: a machine that is busy with other work may take its time.
+    run_pair(test, folder, patience_s=10.0)
 
 
 def test_without_routing_nothing_leaves_whatever_happens(folder: Path) -> None:
