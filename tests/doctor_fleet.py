@@ -1,4 +1,4 @@
-"""Two nodes for the doctor to examine: emulated engines and real sidecars in one process, each spoilt as a test says."""
+"""Two nodes for the doctor to examine: emulated engines and real sidecars in one process, spoilt as a test says."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Spoilt:
     @property
     def estranged(self) -> bool:
         """Whether the nodes refuse each other."""
-        return bool(self.domain)
+        return bool(self.domain) or self.mtu == 0
 
 
 class Rewriting:

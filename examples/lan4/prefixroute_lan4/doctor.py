@@ -36,7 +36,7 @@ _REQUIRED: Final = re.compile(r"^([\w.-]+)>=([\d.]+)(?:\s*;.*)?$")
 
 
 def run_options(options: Namespace) -> int:
-    """Examine what the command line's `options` name; exit code 1 when there is a fault. UsageError as `load_config`."""
+    """Examine what the command line's `options` name; exit code 1 when there is a fault."""
     configs = [load_config(path) for path in options.configs]
     if len({config.node for config in configs}) < len(configs):
         raise UsageError("two of the configurations are of one node")

@@ -14,11 +14,10 @@ from typing import Any, Final, NamedTuple
 
 import httpx
 from prefixroute_inproc import is_tap
+from prefixroute_sglang.discovery import describe
 from prefixroute_zmq import EventSource
 from prefixroute_zmq.address import Address, live_address, sources_of_ranks
 from prefixroute_zmq.probe import parse_samples
-
-from prefixroute.errors import UsageError
 
 from .config import EngineConfig
 from .doctor_findings import OK, WARNING, Asker, Finding, fault
@@ -58,23 +57,34 @@ async def read_facts(ask: Asker, config: EngineConfig) -> EngineFacts:
     """Ask an engine; never raises for what it answers."""
     if not (await ask.get(f"{config.url}/health")).good:
         return EngineFacts(False)
-    sources = await _sources(ask, config)
     models = (await ask.get(f"{config.url}/v1/models")).body.get("data")
     first = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
     longest = first.get("max_model_len")
-    facts = EngineFacts(True, max_tokens=longest if isinstance(longest, int) else 0, sources=sources)
+    facts = EngineFacts(True, max_tokens=longest if isinstance(longest, int) else 0)
     return await (_of_sglang if config.kind == "sglang" else _of_vllm)(ask, config, facts)
 
 
-async def _sources(ask: Asker, config: EngineConfig) -> Mapping[int, EventSource] | None:
-    try:
-        sources = await KINDS[config.kind].discover(config.url, client=ask.client)
-    except UsageError:
-        return {}
-    if sources and not sources[0].discovered:
+# Adapters' `discover` would also try who binds, by connecting: to a socket that the sidecar binds that is a peer that
+# came and went.
+
+
+async def _vllm_sources(ask: Asker, config: EngineConfig) -> Mapping[int, EventSource] | None:
+    answer = await ask.get(f"{config.url}/kv_event_sources")
+    if not answer.good:
         return None
-    # Who binds is not asked here: whoever listens at an address may be the sidecar.
-    return {source.rank: source._replace(bind=None) for source in sources}
+    host = httpx.URL(config.url).host
+    found = {}
+    for rank, told in answer.body.items():
+        endpoint = told.get("endpoint") if isinstance(told, dict) and told.get("enable_kv_cache_events") else None
+        if rank.isdecimal() and isinstance(endpoint, str) and told.get("publisher") != "null":
+            replay = told.get("replay_endpoint") or None
+            found[int(rank)] = EventSource(endpoint, replay, str(told.get("topic") or ""), int(rank), host)
+    return found
+
+
+async def _sglang_sources(ask: Asker, config: EngineConfig) -> Mapping[int, EventSource] | None:
+    published = await describe(config.url, client=ask.client)
+    return None if published is None else {source.rank: source for source in published.events}
 
 
 async def _of_vllm(ask: Asker, config: EngineConfig, facts: EngineFacts) -> EngineFacts:
@@ -85,6 +95,7 @@ async def _of_vllm(ask: Asker, config: EngineConfig, facts: EngineFacts) -> Engi
         version=version if isinstance(version, str) else "",
         block_size=_whole(labels.get("block_size")),
         prefix_caching=_flag(labels.get("enable_prefix_caching")),
+        sources=await _vllm_sources(ask, config),
     )
 
 
@@ -97,6 +108,7 @@ async def _of_sglang(ask: Asker, config: EngineConfig, facts: EngineFacts) -> En
         version=str(told.get("version", "")),
         block_size=_whole(told.get("page_size")),
         prefix_caching=not off if isinstance(off, bool) else None,
+        sources=await _sglang_sources(ask, config),
     )
 
 
@@ -188,7 +200,7 @@ def _unconnected(node: str, config: EngineConfig, source: EventSource, told: Eve
     ours, theirs = _ends(config, source), _ends(config, told._replace(bind=None)) if told else None
     if theirs is not None and theirs.bind and not ours.bind:
         what = f"both sides connect: the engine to {told and told.endpoint}, the sidecar to {ours.address}"
-        fix = "give the engine an endpoint with * (tcp://*:PORT), or leave engine.bind out and make engine.events the same"
+        fix = "give the engine an endpoint with * (tcp://*:PORT), or make engine.events the same, without engine.bind"
         return fault(node, "events", what, fix)
     if theirs is not None and ours.bind and not theirs.bind:
         what = f"both sides bind: the engine {told and told.endpoint}, the sidecar {ours.address}"

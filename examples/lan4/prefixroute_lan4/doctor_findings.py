@@ -31,7 +31,7 @@ class Finding(NamedTuple):
     def line(self) -> str:
         """As one line of text."""
         told = f"{self.state:7}  {self.node}  {self.check}: {self.what}"
-        return " ".join(f"{told}; {self.fix}".split("\n")) if self.fix else told
+        return f"{told}; {self.fix}".replace("\n", " ") if self.fix else told.replace("\n", " ")
 
 
 def fault(node: str, check: str, what: str, fix: str) -> Finding:

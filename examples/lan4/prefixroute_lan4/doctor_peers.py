@@ -54,7 +54,7 @@ def _differing(first: Visit, other: Visit) -> list[Finding]:
             other.node,
             "domain",
             f"{name} is {theirs.get(name)!r} here and {ours.get(name)!r} at {first.node}",
-            f"make domain.{name} equal in both configurations and restart the sidecar: until then they refuse each other",
+            f"make domain.{name} equal in both configurations and restart the sidecar: they refuse each other",
         )
         for name in sorted({*ours, *theirs})
         if ours.get(name) != theirs.get(name)

@@ -116,9 +116,9 @@ async def check_predictions(
         await _until_applied(ask, visit, before, patience_s)
         second = await _serve(ask, visit, model, text)
         # Before the salted probe: it is of the same tokens.
-        stream = _judge_stream(visit.node, facts, listener, tokens, heard) if hears else []
+        stream = judge_stream(visit.node, facts, listener, tokens, heard) if hears else []
         other = await _serve(ask, visit, model, text, salt=secrets.token_hex(8))
-    found = _judge_hits(visit.node, config, second, max(block, facts.block_size))
+    found = judge_hits(visit.node, config, facts, second, max(block, facts.block_size))
     if second.cached:
         found += [*stream, *_judge_salt(visit.node, other)]
     return found
@@ -163,13 +163,18 @@ async def _until_applied(ask: Asker, visit: Visit, before: int, patience_s: floa
         await asyncio.sleep(_POLL_S)
 
 
-def _judge_hits(node: str, config: EngineConfig, second: Served, grain: int) -> list[Finding]:
+def judge_hits(node: str, config: EngineConfig, facts: EngineFacts, second: Served, grain: int) -> list[Finding]:
+    """Judge the second of two equal prompts; a difference of one `grain`, in tokens, is none."""
     predicted, cached = second.predicted, second.cached
     if cached is None:
         what = "the engine does not report cached tokens, so predictions are never corrected"
         return [Finding(WARNING, node, "prediction", what, f"start it with {CACHED_FLAG[config.kind]}")]
     if not cached:
-        what = "a prompt that was sent twice was computed twice: the engine keeps no prefix"
+        what = "a prompt that was sent twice was computed twice"
+        if facts.prefix_caching:
+            # Its flag says that it keeps prefixes: a busy fleet may have evicted it, a hybrid model's unit be longer.
+            fix = "repeat this when the engine is idle; else its cache is too small to help"
+            return [Finding(WARNING, node, "prefix caching", what, fix)]
         return [fault(node, "prefix caching", what, CACHING_FLAG[config.kind])]
     what = f"of a prompt sent twice {cached} tokens were cached, {predicted} were predicted"
     if predicted is None or abs(predicted - cached) > grain:
@@ -178,9 +183,10 @@ def _judge_hits(node: str, config: EngineConfig, second: Served, grain: int) -> 
     return [Finding(OK, node, "prediction", what)]
 
 
-def _judge_stream(
+def judge_stream(
     node: str, facts: EngineFacts, listener: Listener, tokens: Sequence[int], heard: bool
 ) -> list[Finding]:
+    """Judge what was stored of a prompt that the engine cached; `heard` if anything of it was."""
     if not heard:
         if not listener.roots:
             what = "no event came of a prompt that the engine cached"
