@@ -280,7 +280,7 @@ GOOD = BlocksStored((1, 2, 3, 4), None, TOKENS, 16)
     ("event", "check", "what"),
     [
         (GOOD, "block size", "events, blocks and hashes agree"),
-        (replace(GOOD, block_size=32), "block size", "events tell blocks of 32 tokens, the engine's own figure is 16"),
+        (replace(GOOD, block_size=24), "block size", "events tell blocks of 24 tokens, the engine's own figure is 16"),
         (replace(GOOD, handles=(1, 2, 3)), "block size", "3 hashes of 16 tokens come with 64 tokens"),
         (replace(GOOD, handles=(1, 2, 2, 4)), "hashes", "different blocks have one hash"),
         (replace(GOOD, tokens=TOKENS[1:]), "tokenizer", "the engine stores other tokens than its POST /tokenize tells"),
@@ -318,6 +318,15 @@ def test_an_engine_that_says_it_keeps_prefixes_may_have_evicted_the_probe() -> N
     facts = EngineFacts(True, prefix_caching=True)
     (found,) = judge_hits("n", EngineConfig(url="http://e"), facts, served, 16)
     assert found.state == WARNING
+
+
+def test_larger_blocks_may_be_those_of_a_hybrid_model_and_its_windows_are_not_judged() -> None:
+    listener = Listener()
+    listener.take(
+        EngineBatch((BlocksStored((1, 2), None, TOKENS, 32), replace(GOOD, handles=(1,), group_kind="mamba")))
+    )
+    found = judge_stream("n", EngineFacts(True, block_size=16), listener, TOKENS, True)
+    assert [(finding.state, finding.check) for finding in found] == [(WARNING, "block size")]
 
 
 def sglang_answers(request: httpx.Request) -> httpx.Response:

@@ -127,19 +127,27 @@ async def _peers(ask: Asker, visits: Sequence[Visit], challenge: str) -> tuple[l
     known = {one.node for one in visits}
     found, peers = [], []
     for one in visits:
-        for peer in one.config.peers if one.config else ():
-            if peer.node in known:
+        for peer in _peers_of(one):
+            if peer in known:
                 continue
-            known.add(peer.node)
-            url = _url_of(one, peer.node)
-            told = await visit(ask, peer.node, url, None, challenge) if url else None
+            known.add(peer)
+            url = _url_of(one, peer)
+            told = await visit(ask, peer, url, None, challenge) if url else None
             if told is None or not told.told:
-                what = f"{peer.node} has not been heard of" if told is None else f"{peer.node} does not answer at {url}"
+                what = f"{peer} has not been heard of" if told is None else f"{peer} does not answer at {url}"
                 fix = f"start it, and give its configuration to the doctor as well to learn why {one.node} refuses it"
                 found.append(fault(one.node, "peer", what, fix))
             else:
                 peers.append(told)
     return peers, found
+
+
+def _peers_of(one: Visit) -> list[str]:
+    """A node's peers, those that it has learnt included."""
+    configured = [peer.node for peer in one.config.peers] if one.config else []
+    state = one.stats.get("state")
+    learnt = state.get("peers", ()) if isinstance(state, dict) else ()
+    return list(dict.fromkeys([*configured, *learnt]))
 
 
 def _url_of(one: Visit, peer: str) -> str:

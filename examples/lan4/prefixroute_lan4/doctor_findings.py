@@ -19,6 +19,10 @@ WARNING: Final = "warning"
 FAULT: Final = "fault"
 
 
+CONNECT_S: Final = 3.0
+"""The longest wait for a connection: a host that is gone does not even refuse one."""
+
+
 class Finding(NamedTuple):
     """One finding: its state (OK, WARNING or FAULT), the node, what was checked, what was seen, and what to change."""
 
@@ -63,7 +67,7 @@ class Asker:
 
     def __init__(self, client: httpx.AsyncClient, timeout_s: float) -> None:
         self.client = client
-        self._timeout_s = timeout_s
+        self._timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
 
     async def get(self, url: str, **query: object) -> Answer:
         """GET; the query's values as text."""
@@ -76,7 +80,7 @@ class Asker:
 
     async def _ask(self, method: str, url: str, **asked: Any) -> Answer:
         try:
-            reply = await self.client.request(method, url, timeout=self._timeout_s, **asked)
+            reply = await self.client.request(method, url, timeout=self._timeout, **asked)
         except (httpx.HTTPError, httpx.InvalidURL):
             return Answer(0, {}, {})
         try:

@@ -34,7 +34,7 @@ _TAG: Final = 16
 _BURST: Final = 4  # probes in flight: loss is to be the path's, not that of a full socket buffer
 
 
-class Carried(NamedTuple):
+class Echoed(NamedTuple):
     """Probe datagrams of one size: how many went out, and how many came back within the patience."""
 
     bytes: int
@@ -106,7 +106,7 @@ class Echo:
         """Close the inner transport."""
         await self._inner.close()
 
-    async def probe(self, address: Hashable, size: int, count: int, patience_s: float) -> Carried:
+    async def probe(self, address: Hashable, size: int, count: int, patience_s: float) -> Echoed:
         """Send `count` datagrams of `size` bytes to a peer's gossip address and count the echoes.
 
         `patience_s` is how long an echo may take. UsageError for figures out of range.
@@ -117,7 +117,7 @@ class Echo:
             )
         gate = asyncio.Semaphore(_BURST)
         answers = await asyncio.gather(*(self._one(address, size, patience_s, gate) for _ in range(count)))
-        return Carried(size, count, sum(answers))
+        return Echoed(size, count, sum(answers))
 
     async def _one(self, address: Hashable, size: int, patience_s: float, gate: asyncio.Semaphore) -> bool:
         async with gate:

@@ -20,10 +20,11 @@ from prefixroute_zmq.address import live_address
 
 from prefixroute import BlocksStored, EngineBatch
 from prefixroute.errors import UsageError
+from prefixroute.events import FULL_ATTENTION_KINDS
 
 from .config import EngineConfig
 from .doctor_engine import CACHED_FLAG, CACHING_FLAG, EngineFacts, followed
-from .doctor_findings import OK, WARNING, Answer, Asker, Finding, Visit, fault
+from .doctor_findings import FAULT, OK, WARNING, Answer, Asker, Finding, Visit, fault
 from .exchange import HOP_HEADER, MATCHED_HEADER
 from .kinds import KINDS, Follower, follower_of
 
@@ -195,18 +196,23 @@ def judge_stream(
         return [fault(node, "tokenizer", what, "serve prompts and /tokenize from the same engine and tokenizer")]
     found = []
     for event in listener.stored(tokens):
-        if facts.block_size and not event.group_kind and event.block_size != facts.block_size:
+        if event.namespace.salt:
+            what = "the engine salts prompts that were sent without a salt: what it caches is never matched"
+            fix = "send cache_salt through the sidecar: no gateway between sidecar and engine may add it"
+            found.append(fault(node, "salt", what, fix))
+        if event.group_kind not in FULL_ATTENTION_KINDS:
+            continue  # windows and states keep less than every block
+        if facts.block_size and event.block_size != facts.block_size:
             what = f"events tell blocks of {event.block_size} tokens, the engine's own figure is {facts.block_size}"
-            found.append(fault(node, "block size", what, "follow the engine that engine.url names, not another one"))
+            # Hybrid models and context parallelism make larger blocks of the engine's own.
+            state = FAULT if event.block_size % facts.block_size else WARNING
+            fix = "make engine.events the sockets of the engine that engine.url names"
+            found.append(Finding(state, node, "block size", what, fix))
         if len(event.handles) * event.block_size != len(event.tokens):
             what = f"{len(event.handles)} hashes of {event.block_size} tokens come with {len(event.tokens)} tokens"
             found.append(fault(node, "block size", what, "upgrade the engine: its events cannot be mapped to tokens"))
         if len(set(event.handles)) < len(event.handles):
             found.append(fault(node, "hashes", "different blocks have one hash", "use another prefix-caching hash"))
-        if event.namespace.salt:
-            what = "the engine salts prompts that were sent without a salt: what it caches is never matched"
-            fix = "send cache_salt through the sidecar: no gateway between sidecar and engine may add it"
-            found.append(fault(node, "salt", what, fix))
     return list(dict.fromkeys(found)) or [Finding(OK, node, "block size", "events, blocks and hashes agree")]
 
 
