@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def fleet(folder: Path, spoilt: Spoilt) -> Any:
+async def fleet(folder: Path, spoilt: Spoilt) -> AsyncIterator[Fleet]:
     """Two nodes, the second one spoilt, acquainted if they can be."""
     ports = {"node-1": udp_port(), "node-2": udp_port()}
     async with contextlib.AsyncExitStack() as stack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from importlib import metadata
@@ -255,6 +256,14 @@ def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert told["healthy"] is False
     assert [finding["check"] for finding in told["findings"]] == ["packages", "engine", "sidecar"]
     assert set(told["findings"][0]) == {"state", "node", "check", "what", "fix"}
+
+
+def test_a_missing_extra_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prefixroute_lan4.doctor", None)
+    assert main(["doctor", str(dead_config(tmp_path))]) == 2
+    assert "pip install 'prefixroute[demo]'" in capsys.readouterr().err
 
 
 def test_what_the_command_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
