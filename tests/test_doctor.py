@@ -21,7 +21,8 @@ from prefixroute_lan4.doctor import check_packages, examine
 from prefixroute_lan4.doctor_engine import EngineFacts, check_engine, check_events, read_facts
 from prefixroute_lan4.doctor_findings import FAULT, OK, WARNING, Answer, Asker, Finding, failed
 from prefixroute_lan4.doctor_host import Echo, WallClock
-from prefixroute_lan4.doctor_probe import Listener, Served, judge_hits, judge_stream
+from prefixroute_lan4.doctor_listen import Listener
+from prefixroute_lan4.doctor_probe import Served, judge_hits, judge_stream
 from prefixroute_zmq import EventSource
 
 from prefixroute import BlocksStored, Domain, EngineBatch
@@ -84,7 +85,10 @@ def test_an_endpoint_to_which_both_sides_connect(tmp_path: Path) -> None:
 def test_an_engine_that_connects_to_what_the_sidecar_binds_is_in_order(tmp_path: Path) -> None:
     endpoint = f"tcp://127.0.0.1:{udp_port()}"
     spoilt = Spoilt(events={"endpoint": endpoint}, sidecar={"events": endpoint, "replay": f"ipc://{tmp_path}/node-2r"})
-    assert [finding for finding in findings_of(tmp_path, spoilt) if finding.state != OK] == []
+    findings = findings_of(tmp_path, spoilt)
+    assert [finding for finding in findings if finding.state != OK] == []
+    # The sidecar has the live socket: what the probe stored was replayed.
+    assert ("node-2", "block size") in {(finding.node, finding.check) for finding in findings}
 
 
 def test_replay_that_the_engine_has_not(tmp_path: Path) -> None:

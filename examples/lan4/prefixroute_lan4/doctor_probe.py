@@ -2,90 +2,29 @@
 
 Rules:
 1. A probe is a text that nobody has sent before. It is served where it lands, by this node's own engine.
-2. The stream is listened to beside the sidecar, live only: a replay would cost the engine something. Where it cannot be
-   heard from here (another host's ipc, a socket that the sidecar binds), what the sidecar predicts has to do.
+2. The stream is listened to beside the sidecar (`doctor_listen`). Where it cannot be heard from here, what the sidecar
+   predicts has to do.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from prefixroute_inproc import is_tap
-from prefixroute_zmq.address import live_address
-
-from prefixroute import BlocksStored, EngineBatch
-from prefixroute.errors import UsageError
 from prefixroute.events import FULL_ATTENTION_KINDS
 
 from .config import EngineConfig
-from .doctor_engine import CACHED_FLAG, CACHING_FLAG, EngineFacts, followed
+from .doctor_engine import CACHED_FLAG, CACHING_FLAG, EngineFacts
 from .doctor_findings import FAULT, OK, WARNING, Answer, Asker, Finding, Visit, fault
+from .doctor_listen import Listener, listening, replayed, until
 from .exchange import HOP_HEADER, MATCHED_HEADER
-from .kinds import KINDS, Follower, follower_of
 
 _PROBE_TOKENS: Final = 512
 _PROBE_BLOCKS: Final = 4
 _POLL_S: Final = 0.02
-
-
-class Listener:
-    """What an engine stores while this listens; `hears` is False where its sockets cannot be reached."""
-
-    def __init__(self) -> None:
-        self.roots: list[BlocksStored] = []
-        self.followers: list[Follower] = []
-
-    @property
-    def hears(self) -> bool:
-        """Whether every stream has a publisher at its other end."""
-        return bool(self.followers) and all(follower.stats().connected for follower in self.followers)
-
-    def take(self, batch: EngineBatch) -> None:
-        """Keep what is stored at the root: there a prompt begins, and its namespace is told."""
-        self.roots += [event for event in batch.events if isinstance(event, BlocksStored) and event.parent is None]
-
-    def stored(self, tokens: Sequence[int]) -> list[BlocksStored]:
-        """What was stored of a prompt, from its beginning."""
-        return [
-            event for event in self.roots if event.tokens and list(event.tokens) == list(tokens[: len(event.tokens)])
-        ]
-
-
-@contextlib.asynccontextmanager
-async def listening(config: EngineConfig, facts: EngineFacts, patience_s: float) -> AsyncIterator[Listener]:
-    """Listen to the engine's events, as far as they can be heard from here."""
-    listener, kind = Listener(), KINDS[config.kind]
-    for source in followed(config, facts).values():
-        if is_tap(source.endpoint):
-            continue
-        source = source._replace(replay_endpoint=None)
-        with contextlib.suppress(UsageError):
-            hosts = kind.follower.engine.binding_hosts
-            if not live_address(source.endpoint, source.host, hosts, source.bind).bind:
-                listener.followers.append(follower_of(kind, source, listener.take))
-    tasks = [asyncio.create_task(follower.run()) for follower in listener.followers]
-    try:
-        await until(lambda: listener.hears or not tasks, patience_s)
-        yield listener
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def until(condition: Callable[[], bool], patience_s: float) -> bool:
-    """Wait until a condition holds; False when it does not within `patience_s`."""
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        if time.monotonic() >= deadline:
-            return False
-        await asyncio.sleep(_POLL_S)
-    return True
 
 
 class Served(NamedTuple):
@@ -105,7 +44,7 @@ async def check_predictions(
         what = "the engine's POST /tokenize does not answer"
         return [fault(visit.node, "prediction", what, "texts are routed by load alone: use an engine that has it")]
     async with listening(config, facts, patience_s) as listener:
-        before = await _batches(ask, visit)
+        before = await _streams(ask, visit)
         first = await _serve(ask, visit, model, text)
         if not first.answer.good:
             what = f"a prompt of {len(tokens)} tokens was answered with status {first.answer.status}"
@@ -115,6 +54,10 @@ async def check_predictions(
         hears = listener.hears
         heard = hears and await until(lambda: bool(listener.stored(tokens)), patience_s)
         await _until_applied(ask, visit, before, patience_s)
+        if not hears:
+            since = {int(rank): row["last_seq"] or 0 for rank, row in before.items() if row["connected"]}
+            hears = await replayed(config, facts, since, listener, patience_s)
+            heard = bool(listener.stored(tokens))
         second = await _serve(ask, visit, model, text)
         # Before the salted probe: it is of the same tokens.
         stream = judge_stream(visit.node, facts, listener, tokens, heard) if hears else []
@@ -151,17 +94,21 @@ async def _serve(ask: Asker, visit: Visit, model: str, text: str, salt: str = ""
     return Served(answer, int(matched) if matched.isdecimal() else None, cached if isinstance(cached, int) else None)
 
 
-async def _batches(ask: Asker, visit: Visit) -> int:
-    """Batches that the sidecar has applied."""
+async def _streams(ask: Asker, visit: Visit) -> Mapping[str, Any]:
+    """What the sidecar tells of its streams now, by rank."""
     streams = (await ask.get(f"{visit.url}/prefixroute/stats")).body.get("engine_events")
-    rows: Mapping[str, Any] = streams if isinstance(streams, dict) else {}
-    return sum(row.get("batches", 0) for row in rows.values())
+    return streams if isinstance(streams, dict) else {}
 
 
-async def _until_applied(ask: Asker, visit: Visit, before: int, patience_s: float) -> None:
-    deadline = time.monotonic() + patience_s
-    while await _batches(ask, visit) == before and time.monotonic() < deadline:
+async def _until_applied(ask: Asker, visit: Visit, before: Mapping[str, Any], patience_s: float) -> None:
+    """Wait until the sidecar has applied another batch."""
+    deadline, old = time.monotonic() + patience_s, _batches(before)
+    while _batches(await _streams(ask, visit)) == old and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_S)
+
+
+def _batches(streams: Mapping[str, Any]) -> int:
+    return sum(row.get("batches", 0) for row in streams.values())
 
 
 def judge_hits(node: str, config: EngineConfig, facts: EngineFacts, second: Served, grain: int) -> list[Finding]:
