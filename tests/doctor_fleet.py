@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from prefixroute_lan4.sidecar import Sidecar
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prefixroute.emulator import EmulatedEngine
-from prefixroute.emulator.config import KvEventsConfig
 
 PATIENCE_S = 0.4
 
@@ -30,7 +30,7 @@ class Spoilt:
     """What is wrong with the second node; by default nothing.
 
     `engine` changes the emulated engine's configuration, `events` that of its events, `domain`, `sidecar` those of the
-    sidecar; `body` changes what its engine is sent, `mtu` what its UDP carries.
+    sidecar; `body` changes what its engine is sent, `mtu` what its UDP carries. `deaf`: its events never come.
     """
 
     engine: dict[str, Any] = field(default_factory=dict)
@@ -39,6 +39,7 @@ class Spoilt:
     sidecar: dict[str, Any] = field(default_factory=dict)
     body: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     mtu: int | None = None
+    deaf: bool = False
 
     @property
     def estranged(self) -> bool:
@@ -132,6 +133,11 @@ class Fleet:
         return await examine(configs, self.client, PATIENCE_S)
 
 
+def _follows(sidecar: Sidecar) -> bool:
+    rows = sidecar.engine.stats().values()
+    return bool(rows) and all(row["connected"] for row in rows)
+
+
 @contextlib.asynccontextmanager
 async def fleet(folder: Path, spoilt: Spoilt) -> AsyncIterator[Fleet]:
     """Two nodes, the second one spoilt, acquainted if they can be."""
@@ -143,9 +149,9 @@ async def fleet(folder: Path, spoilt: Spoilt) -> AsyncIterator[Fleet]:
             await until(lambda: bool(one.node.endpoint_url("node-2/0") and two.node.endpoint_url("node-1/0")))
         client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
         # What is there to be followed is followed before anybody looks.
-        await until(lambda: all(row["connected"] for row in one.engine.stats().values()) and bool(one.engine.stats()))
-        if KvEventsConfig(**spoilt.events).publishes or not spoilt.events:
-            await until(lambda: all(row["connected"] for row in two.engine.stats().values()) or bool(spoilt.sidecar))
+        deaf = spoilt.deaf or spoilt.events.get("enable_kv_cache_events") is False
+        for sidecar in (one,) if deaf else (one, two):
+            await until(partial(_follows, sidecar))
         yield Fleet(one, two, client)
 
 

@@ -75,7 +75,7 @@ def test_events_that_are_off(tmp_path: Path) -> None:
 
 def test_an_endpoint_to_which_both_sides_connect(tmp_path: Path) -> None:
     port = udp_port()
-    spoilt = Spoilt(events={"endpoint": f"tcp://127.0.0.1:{port}"}, sidecar={"events": f"tcp://*:{port}"})
+    spoilt = Spoilt(events={"endpoint": f"tcp://127.0.0.1:{port}"}, sidecar={"events": f"tcp://*:{port}"}, deaf=True)
     found = {finding.check: finding for finding in faults(findings_of(tmp_path, spoilt))}
     assert {finding.node for finding in found.values()} == {"node-2"}
     assert found["events"].what.startswith("both sides connect")
