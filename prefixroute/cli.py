@@ -118,12 +118,43 @@ def _run_demo(options: argparse.Namespace) -> int:
     return int(demo.run_options(options, demo_defaults(options.engine, options.engines)))
 
 
+# --- doctor ------------------------------------------------------------------------------------------------
+
+
+def _doctor_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("configs", nargs="+", type=Path, metavar="CONFIG", help="a sidecar's configuration; best those of all nodes")
+    add("--patience", type=_seconds, default=3.0, metavar="S", help="how long an event or an echo may take (3)")
+    add("--json", action="store_true", help="print the findings as JSON")
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 10:
+        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 10 seconds, not {text}")
+    return value
+
+
+def _run_doctor(options: argparse.Namespace) -> int:
+    try:
+        doctor = importlib.import_module("prefixroute_lan4.doctor")
+    except ImportError as error:
+        raise UsageError(f"the doctor needs its extra, run: pip install 'prefixroute[demo]' ({error})") from error
+    return int(doctor.run_options(options))
+
+
 COMMANDS = (
     Command(
         "demo",
         "run the same requests through four nodes, without routing and with it",
         _demo_options,
         _run_demo,
+    ),
+    Command(
+        "doctor",
+        "examine running sidecars and their engines, and say what to change; exit code 1 when something is wrong",
+        _doctor_options,
+        _run_doctor,
     ),
     Command(
         "replay",

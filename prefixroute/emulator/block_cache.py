@@ -83,16 +83,26 @@ def _packed(tokens: Sequence[int]) -> array[int]:
 class BlockCache:
     """An exact prefix cache of `capacity` blocks of `block_size` tokens.
 
-    Every operation costs time in proportion to the blocks that it touches, whatever the capacity.
+    Every operation costs time in proportion to the blocks that it touches, whatever the capacity. Without `caching`
+    blocks are used and forgotten.
     """
 
-    def __init__(self, capacity: int, block_size: int = 16, *, hash_seed: str = "", int_hashes: bool = True) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        block_size: int = 16,
+        *,
+        hash_seed: str = "",
+        int_hashes: bool = True,
+        caching: bool = True,
+    ) -> None:
         if capacity < 1 or block_size < 1:
             raise UsageError(f"capacity and block size must be at least 1, not {capacity} blocks of {block_size}")
         self.capacity = capacity
         self.block_size = block_size
         self.resets = 0
         self._int_hashes = int_hashes
+        self._caching = caching
         self._root = hashlib.sha256(b"prefixroute emulator\0" + hash_seed.encode()).digest()
         self._references = [0] * capacity
         self._digest_of: list[bytes | None] = [None] * capacity
@@ -158,7 +168,7 @@ class BlockCache:
         if lease.released or full > len(lease.blocks) or computed > len(lease.tokens):
             raise UsageError("a sequence can only fill blocks that it has grown to")
         first = lease.filled
-        if full <= first:
+        if full <= first or not self._caching:
             return
         self._extend_digests(lease, full)
         for index in range(first, full):

@@ -58,7 +58,9 @@ class EngineConfig:
     `capacity_blocks` are the blocks that can be used (vLLM's own count holds one more, the null block).
     `max_model_len` 0 means as much as the cache holds. `lora_modules` are names of adapters that requests may
     name as their model. With `any_model` a request may name any model. `hash_seed` changes all block hashes,
-    as PYTHONHASHSEED does in vLLM; `byte_hashes` puts whole digests on the wire instead of ints.
+    as PYTHONHASHSEED does in vLLM; `byte_hashes` puts whole digests on the wire instead of ints. Without
+    `prefix_caching` nothing is kept and no event comes of it. Another `tokenizer_seed` stands for another
+    tokenizer, another `weights_seed` for another revision of the model: it answers otherwise.
     """
 
     model: str = "m"
@@ -72,6 +74,9 @@ class EngineConfig:
     any_model: bool = False
     hash_seed: str = ""
     byte_hashes: bool = False
+    prefix_caching: bool = True
+    tokenizer_seed: int = 0
+    weights_seed: int = 0
     kv_events: KvEventsConfig = field(default_factory=KvEventsConfig)
 
     def __post_init__(self) -> None:

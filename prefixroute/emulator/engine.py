@@ -58,6 +58,7 @@ class EmulatedEngine:
             self.config.block_size,
             hash_seed=self.config.hash_seed,
             int_hashes=not self.config.byte_hashes,
+            caching=self.config.prefix_caching,
         )
         self.scheduler = Scheduler(self.cache, self.config.service, self.config.limits)
         self.publisher = EventPublisher(self.config.kv_events)
@@ -163,7 +164,7 @@ class EmulatedEngine:
         config = self.config
         info = {
             "block_size": str(config.block_size),
-            "enable_prefix_caching": "True",
+            "enable_prefix_caching": str(config.prefix_caching),
             # vLLM counts the null block; a reader subtracts it.
             "num_gpu_blocks": str(config.capacity_blocks + 1),
             "kv_cache_size_tokens": str(config.cache_tokens),

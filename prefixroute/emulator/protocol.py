@@ -85,7 +85,7 @@ def parse_body(raw: bytes) -> Json:
 def parse_completion(body: Json, config: EngineConfig) -> Call:
     """A /v1/completions request."""
     model, scope = parse_model(body, config)
-    prompt = _prompt(body.get("prompt"))
+    prompt = _prompt(body.get("prompt"), config)
     wanted = _positive(body, "max_tokens")
     return _call(body, config, model, scope, prompt, wanted, chat=False)
 
@@ -93,7 +93,7 @@ def parse_completion(body: Json, config: EngineConfig) -> Call:
 def parse_chat(body: Json, config: EngineConfig) -> Call:
     """A /v1/chat/completions request."""
     model, scope = parse_model(body, config)
-    prompt = tuple(encode(render_chat(parse_messages(body.get("messages")))))
+    prompt = tuple(encode(render_chat(parse_messages(body.get("messages"))), config.tokenizer_seed))
     wanted = _positive(body, "max_completion_tokens") or _positive(body, "max_tokens")
     return _call(body, config, model, scope, prompt, wanted, chat=True)
 
@@ -102,11 +102,11 @@ def parse_tokenize(body: Json, config: EngineConfig) -> list[int]:
     """A /tokenize request: the ids of its prompt or of its messages."""
     parse_model(body, config)
     if "messages" in body:
-        return encode(render_chat(parse_messages(body["messages"])))
+        return encode(render_chat(parse_messages(body["messages"])), config.tokenizer_seed)
     prompt = body.get("prompt")
     if not isinstance(prompt, str):
         raise ApiError(400, "pass 'prompt' as text, or 'messages'", "prompt")
-    return encode(prompt)
+    return encode(prompt, config.tokenizer_seed)
 
 
 def parse_model(body: Json, config: EngineConfig) -> tuple[str, CacheScope]:
@@ -149,9 +149,9 @@ def _message(item: object) -> ChatMessage:
     return ChatMessage(item["role"], content)
 
 
-def _prompt(value: object) -> tuple[int, ...]:
+def _prompt(value: object, config: EngineConfig) -> tuple[int, ...]:
     if isinstance(value, str):
-        return tuple(encode(value))
+        return tuple(encode(value, config.tokenizer_seed))
     if isinstance(value, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in value):
         return tuple(value)
     raise ApiError(400, "'prompt' must be text or a list of token ids of 0 to 2**32 - 1; one a request", "prompt")

@@ -75,7 +75,7 @@ class _Routes:
 
     async def _generate(self, request: Request, parse: Callable[[Json, EngineConfig], Call], prefix: str) -> Response:
         call = parse(protocol.parse_body(await _body(request)), self._engine.config)
-        answer = Answer(call.prompt)
+        answer = Answer(call.prompt, self._engine.config.weights_seed)
         try:
             generation = self._engine.submit(call, answer)
         except Busy as busy:

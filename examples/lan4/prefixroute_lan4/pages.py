@@ -16,7 +16,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from prefixroute import metrics
+from prefixroute.errors import UsageError
 
+from . import doctor_host
 from .carried import TOKENS_HEADER
 from .door import JSON, error_reply, headers_of, response_of
 from .exchange import BUDGET_HEADER, HOP_HEADER
@@ -47,6 +49,8 @@ def pages_of(sidecar: Sidecar) -> Starlette:
         routes=[
             Route("/prefixroute/explain", pages.explain),
             Route("/prefixroute/stats", pages.stats),
+            Route("/prefixroute/domain", pages.domain),
+            Route("/prefixroute/udp", pages.udp),
             Route("/metrics", pages.metrics),
             Route("/health", pages.health),
             Route("/{path:path}", pages.pass_through, methods=["GET", "POST", "DELETE", "PUT"]),
@@ -75,6 +79,27 @@ class _Pages:
     async def metrics(self, request: Request) -> Response:
         body = metrics.render(self._sidecar.node, self._sidecar.driver.now())
         return Response(body, media_type="text/plain; version=0.0.4")
+
+    async def domain(self, request: Request) -> Response:
+        sidecar = self._sidecar
+        challenge = request.query_params.get("challenge", "")
+        try:
+            told = doctor_host.describe(sidecar.config.prefix_domain, challenge, sidecar.wall_clock)
+        except UsageError as error:
+            return response_of(error_reply(400, str(error)))
+        return _json({"node": sidecar.config.node, **told})
+
+    async def udp(self, request: Request) -> Response:
+        asked, sidecar = request.query_params, self._sidecar
+        address = next((peer.gossip.pair for peer in sidecar.config.peers if peer.node == asked.get("peer")), None)
+        if address is None:
+            return response_of(error_reply(404, "peer must be one of the configuration's"))
+        try:
+            size, count, patience_s = int(asked["bytes"]), int(asked["count"]), float(asked["patience_s"])
+            carried = await sidecar.echo.probe(address, size, count, patience_s)
+        except (KeyError, ValueError) as error:  # UsageError is one
+            return response_of(error_reply(400, f"bytes, count and patience_s are needed: {error}"))
+        return _json(carried._asdict())
 
     async def health(self, request: Request) -> Response:
         return _json({"status": "ok", "node": self._sidecar.config.node})

@@ -14,6 +14,7 @@ Rules:
 | GET /prefixroute/explain?last=N | the last N decisions (default 1), every term of every candidate; format=text |
 | GET /prefixroute/stats | counters, gossip volume, decision times, what is known of each peer |
 | GET /metrics | the same for Prometheus |
+| GET /prefixroute/domain, /prefixroute/udp | what `prefixroute doctor` asks, see `doctor_host.py` |
 | GET /health | 200 while this sidecar serves |
 | anything else | the engine's own answer |
 """
@@ -46,6 +47,7 @@ from .attach import Attachment
 from .carried import TOKENS_HEADER, Carrier
 from .client import KEEPALIVE_S, Client, HttpError
 from .config import SidecarConfig, load_config, make_policy
+from .doctor_host import Echo, WallClock
 from .door import Gone, body_of, error_reply, headers_of, path_of, send_reply, unless_gone
 from .exchange import BUDGET_HEADER, HOP_HEADER, Call, Exchange, Site, budget_of, declined_reply
 from .measure import quantile
@@ -83,6 +85,7 @@ class Sidecar:
         self._explained: deque[Decision] = deque(maxlen=_KEPT_DECISIONS)
         self._decision_us: deque[float] = deque(maxlen=_KEPT_TIMES)
         self._began = now
+        self.wall_clock = WallClock()
         self._pages = pages_of(self)
 
     # --- life ----------------------------------------------------------------------------------------------
@@ -93,11 +96,12 @@ class Sidecar:
         config = self.config
         own = OwnTokenizer(config.engine.tokenizer_file) if config.engine.tokenizer_file else None
         self.transport = await open_gossip(config.gossip)
+        self.echo = Echo(self.transport, config.prefix_domain)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_S)
         async with (
             httpx.AsyncClient(limits=limits, trust_env=False) as self.http,
             Client() as client,
-            Driver(self.node, self.transport, on_event=_log_event, clock=time.monotonic) as driver,
+            Driver(self.node, self.echo, on_event=_log_event, clock=time.monotonic) as driver,
         ):
             self.driver = driver
             self.engine.connect(self.http, driver)

@@ -1,0 +1,154 @@
+"""What a sidecar does for `prefixroute doctor`: tells its domain, its clock, and what UDP carries to its peers.
+
+Rules:
+1. The secret never leaves. `check` answers a challenge with a keyed hash: two nodes that answer alike share a secret.
+2. A probe datagram is keyed too, and its echo is no longer than itself: who has no secret of the domain gets no echo.
+3. Probes travel from the gossip socket to the gossip socket: what holds for them holds for gossip.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import secrets
+import time
+from collections.abc import Callable, Hashable
+from hashlib import blake2b
+from hmac import compare_digest
+from typing import Any, Final, NamedTuple
+
+from prefixroute import Domain, __version__
+from prefixroute.aio import Transport
+from prefixroute.errors import UsageError
+
+MAGIC: Final = b"prefixroute echo"
+MIN_BYTES: Final = 64
+"""The smallest probe datagram."""
+MAX_BYTES: Final = 9000
+MAX_COUNT: Final = 100
+MAX_CHALLENGE: Final = 64
+
+_ASK, _ANSWER = b"?", b"!"
+_NONCE: Final = 8
+_TAG: Final = 16
+_BURST: Final = 4  # probes in flight: loss is to be the path's, not that of a full socket buffer
+
+
+class Echoed(NamedTuple):
+    """Probe datagrams of one size: how many went out, and how many came back within the patience."""
+
+    bytes: int
+    sent: int
+    answered: int
+
+
+class WallClock:
+    """Notices steps of the wall clock, in seconds since this was made, by the monotonic one."""
+
+    def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = time.monotonic) -> None:
+        self._wall, self._steady = wall, steady
+        self._offset = wall() - steady()
+
+    @property
+    def stepped_s(self) -> float:
+        """How far the wall clock was set, or the machine slept: 0 but for noise on a machine in order."""
+        return self._wall() - self._steady() - self._offset
+
+
+def describe(domain: Domain, challenge: str, clock: WallClock) -> dict[str, Any]:
+    """What a node tells of itself. UsageError for a challenge that is no hex text of reasonable length."""
+    return {
+        "version": __version__,
+        "python": platform.python_version(),
+        "domain": readable(domain),
+        "check": check(domain, challenge),
+        "clock_stepped_s": clock.stepped_s,
+    }
+
+
+def readable(domain: Domain) -> dict[str, str]:
+    """The fields of a domain, without the secret."""
+    return {name: value for name, value in domain.fields().items() if name != "secret"}
+
+
+def check(domain: Domain, challenge: str) -> str:
+    """The answer to a challenge, which only the secret gives. UsageError for a challenge that cannot be read."""
+    try:
+        asked = bytes.fromhex(challenge)
+    except ValueError:
+        asked = b""
+    if not 0 < len(asked) <= MAX_CHALLENGE:
+        raise UsageError(f"challenge must be the hex text of 1 to {MAX_CHALLENGE} bytes")
+    return blake2b(asked, key=domain.secret, digest_size=_TAG, person=b"doctor challenge").hexdigest()
+
+
+class Echo:
+    """A transport that answers probe datagrams by itself and passes everything else on."""
+
+    def __init__(self, inner: Transport, domain: Domain) -> None:
+        self._inner = inner
+        self._hash = blake2b(key=domain.secret, digest_size=_TAG, person=b"doctor echo")
+        self._waiting: dict[bytes, asyncio.Future[None]] = {}
+
+    async def send(self, address: Hashable, data: bytes) -> None:
+        """Send one datagram."""
+        await self._inner.send(address, data)
+
+    async def receive(self) -> tuple[bytes, Hashable]:
+        """The next datagram that is no probe."""
+        while True:
+            data, source = await self._inner.receive()
+            if not data.startswith(MAGIC):
+                return data, source
+            await self._take(data, source)
+
+    async def close(self) -> None:
+        """Close the inner transport."""
+        await self._inner.close()
+
+    async def probe(self, address: Hashable, size: int, count: int, patience_s: float) -> Echoed:
+        """Send `count` datagrams of `size` bytes to a peer's gossip address and count the echoes.
+
+        `patience_s` is how long an echo may take. UsageError for figures out of range.
+        """
+        if not (MIN_BYTES <= size <= MAX_BYTES and 0 < count <= MAX_COUNT and 0 < patience_s <= 10):
+            raise UsageError(
+                f"pass bytes of {MIN_BYTES} to {MAX_BYTES}, count of 1 to {MAX_COUNT}, patience up to 10 s"
+            )
+        gate = asyncio.Semaphore(_BURST)
+        answers = await asyncio.gather(*(self._one(address, size, patience_s, gate) for _ in range(count)))
+        return Echoed(size, count, sum(answers))
+
+    async def _one(self, address: Hashable, size: int, patience_s: float, gate: asyncio.Semaphore) -> bool:
+        async with gate:
+            nonce = secrets.token_bytes(_NONCE)
+            answer = self._waiting[nonce] = asyncio.get_running_loop().create_future()
+            try:
+                await self._inner.send(address, self._sealed(_ASK, nonce, size))
+                # Not wait_for: before Python 3.12 it may swallow a cancellation.
+                await asyncio.wait((answer,), timeout=patience_s)
+                return answer.done()
+            except OSError:  # longer than the interface takes, or nobody there
+                return False
+            finally:
+                del self._waiting[nonce]
+                answer.cancel()
+
+    async def _take(self, data: bytes, source: Hashable) -> None:
+        start = len(MAGIC)
+        kind, nonce = data[start : start + 1], data[start + 1 : start + 1 + _NONCE]
+        if not MIN_BYTES <= len(data) <= MAX_BYTES or not compare_digest(data, self._sealed(kind, nonce, len(data))):
+            return
+        if kind == _ASK:
+            try:
+                await self._inner.send(source, self._sealed(_ANSWER, nonce, len(data)))
+            except OSError:
+                return
+        elif (waiting := self._waiting.get(nonce)) is not None and not waiting.done():
+            waiting.set_result(None)
+
+    def _sealed(self, kind: bytes, nonce: bytes, size: int) -> bytes:
+        body = (MAGIC + kind + nonce).ljust(size - _TAG, b"\0")
+        tag = self._hash.copy()
+        tag.update(body)
+        return body + tag.digest()
