@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .collect import Collector, Limits, Log
 from .gain import DelayGain, Gain, GainSettings
+from .page import page
 from .prompts import PromptReader
 from .report import ModelReport, Report, Wanted, as_json, build
 from .text import table
@@ -28,5 +29,6 @@ __all__ = [
     "Wanted",
     "as_json",
     "build",
+    "page",
     "table",
 ]

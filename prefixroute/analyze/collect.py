@@ -74,10 +74,9 @@ class Scope:
         self._sampled = None if limits.method == "exact" else Sampled(limits.sample_blocks)
 
     def access(self, keys: Keys, listed: Sequence[int], tenant: str) -> int:
-        """Count a request; return its leading blocks that were had before, 0 where only a sample knows."""
-        if self._sampled is not None:
-            self._sampled.access(keys, listed, tenant)
-        return 0 if self.exact is None else self.exact.access(listed, tenant)
+        """Count a request; return its leading blocks that were had before, or at least so many where it is sampled."""
+        held = 0 if self._sampled is None else self._sampled.access(keys, listed, tenant)
+        return held if self.exact is None else self.exact.access(listed, tenant)
 
     @property
     def blocks(self) -> int:
@@ -197,6 +196,8 @@ class Collector:
         own = salted(keys, self._salt(record.tenant))
         model.apart.access(own, own.tolist(), tenant)
         text = self._reader.text(content) if self._limits.texts and matched else ""
+        # Tokens have no places in a text: the shared part is told by its share of them.
+        text = text[: len(text) * matched * prompt.block_tokens // max(prompt.tokens, 1)]
         model.prefixes.add(listed, matched, prompt.block_tokens, f"{line.path.name}:{line.number}", text)
         self._times(model, record.at)
         if len(model.kept) < self._limits.kept_requests and self._room >= len(keys):

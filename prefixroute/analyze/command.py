@@ -17,6 +17,7 @@ from prefixroute.sim.parallel import Progress, check_writable, write_json
 from . import sources
 from .collect import EXACT_BLOCKS, Collector, Limits
 from .gain import GainSettings
+from .page import page
 from .prompts import PromptReader
 from .report import Report, Wanted, as_json, build
 from .sample import SAMPLE_BLOCKS
@@ -107,6 +108,8 @@ def _show(report: Report, options: argparse.Namespace) -> None:
     if options.json != "-":
         print(table(report))
     write_json(options.json, as_json(report))
+    if options.html:
+        Path(options.html).write_text(page(report), encoding="utf-8")
 
 
 def unit(reader: PromptReader, texts: bool) -> str:

@@ -53,7 +53,7 @@ class TopPrefixes:
         self._followed: dict[int, Followed] = {}
 
     def add(self, keys: Sequence[int], matched: int, block_tokens: int, first: str, text: str = "") -> None:
-        """Note a request whose first `matched` blocks were had before."""
+        """Note a request whose first `matched` blocks, which say `text`, were had before."""
         followed = self._followed
         parent = None
         if followed:
@@ -70,7 +70,7 @@ class TopPrefixes:
         error = self._make_room() if len(followed) >= self.limit else 0
         if parent is not None and parent not in followed:
             parent = None
-        shown = _excerpt(text, matched, len(keys)) if text else ""
+        shown = text if len(text) <= 2 * EXCERPT else f"{text[:EXCERPT]} [...] {text[-EXCERPT:]}"
         # The request that had it first counts as well: it is two by now.
         followed[key] = Followed(matched * block_tokens, 2 + error, error, parent, first, shown)
 
@@ -95,12 +95,6 @@ class TopPrefixes:
     def ends(self) -> list[int]:
         """Return by prefix how many requests ended there, the first one included."""
         return [one.ended + 1 for one in self._followed.values()]
-
-
-def _excerpt(text: str, matched: int, blocks: int) -> str:
-    """The beginning and the end of the matched part. By the share of blocks: tokens have no places in a text."""
-    shared = text[: len(text) * matched // max(blocks, 1)]
-    return shared if len(shared) <= 2 * EXCERPT else f"{shared[:EXCERPT]} [...] {shared[-EXCERPT:]}"
 
 
 class Zipf(NamedTuple):

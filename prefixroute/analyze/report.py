@@ -88,6 +88,7 @@ class ModelReport:
     isolation_cost_most: float
     zipf: ZipfReport | None
     prefixes: list[SharedPrefix]
+    tenant_count: int
     tenants: list[TenantReport]
     gain: Gain | None
     verdict: Verdict
@@ -184,6 +185,7 @@ def _model(name: str, model: ModelLog, gain: Gain | None, wanted: Wanted) -> Mod
             )
             for one in model.prefixes.top(wanted.prefixes)
         ],
+        len(model.tenants),
         _tenants(model, wanted.tenants) if several else [],
         gain,
         judge(curve.rates[-1], gain),

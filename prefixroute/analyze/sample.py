@@ -83,8 +83,11 @@ class Sampled:
         """Share of cold blocks that are kept."""
         return self._below / _ALL
 
-    def access(self, keys: Keys, listed: Sequence[int], owner: str) -> None:
-        """Count a request; `listed` are its keys as numbers. O(blocks), and more for those that are kept."""
+    def access(self, keys: Keys, listed: Sequence[int], owner: str) -> int:
+        """Count a request, `listed` are its keys as numbers; return how many leading blocks were surely had before.
+
+        O(blocks), and more for those that are kept.
+        """
         n, hot, below, owners = len(listed), self._hot, self._below, self._owners
         mine = self._of.get(owner) or self._of.setdefault(owner, _Tally())
         mine.accesses += n
@@ -94,10 +97,10 @@ class Sampled:
             sampled = set(keys[keys < np.uint64(below)].tolist())
             kept = [key for key in listed if key in sampled or key in hot]
         promoted = self._promoted(listed)
-        if kept:
-            self._tally(kept, mine)
+        last = self._tally(kept, mine) if kept else None
+        held = 0 if last is None else listed.index(last) + 1
         if not kept and not promoted:
-            return
+            return held
         if self._next == len(self._hot_at):
             self._compact()
         hot_at, cold_at, place = self._hot_at, self._cold_at, self._next
@@ -115,12 +118,14 @@ class Sampled:
             self._demote()
         if len(owners) - len(hot) > self.limit:
             self._lower()
+        return held
 
-    def _tally(self, kept: Sequence[int], mine: _Tally) -> None:
-        """Count hits, before anything is touched."""
+    def _tally(self, kept: Sequence[int], mine: _Tally) -> int | None:
+        """Count hits, before anything is touched; return the deepest."""
         hot, owners, parts, scale = self._hot, self._owners, self._parts, 1 / self.share
         hot_in, cold_in = len(hot), len(owners) - len(hot)
         last, distance = -1, 0.0
+        deepest = None
         for key in kept:
             is_hot = key in hot
             part = parts[key % PARTS]
@@ -132,6 +137,7 @@ class Sampled:
             place = owners.get(key)
             if place is None:
                 continue
+            deepest = key
             if place != last:
                 last = place
                 distance = hot_in - self._hot_at.up_to(place) + (cold_in - self._cold_at.up_to(place)) * scale
@@ -143,6 +149,7 @@ class Sampled:
             else:
                 mine.cold[i] += 1
                 part.cold[i] += 1
+        return deepest
 
     def _add_new(self, kept: Sequence[int], place: int) -> None:
         hot = sum(key in self._hot for key in kept)

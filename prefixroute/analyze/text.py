@@ -49,7 +49,7 @@ def _model(model: ModelReport) -> Iterator[str]:
         )
     if model.curve_apart:
         yield (
-            f"  isolation of {len(model.tenants)} tenants{' or more' if len(model.tenants) >= 10 else ''} costs "
+            f"  isolation of {model.tenant_count} tenants costs "
             f"{100 * model.isolation_cost:.1f} points of an endless cache, "
             f"{100 * model.isolation_cost_most:.1f} at the worst size"
         )
