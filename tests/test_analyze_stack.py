@@ -106,3 +106,23 @@ def test_a_sample_that_holds_everything_is_exact() -> None:
 def test_no_access_has_a_curve_of_zeros() -> None:
     assert set(Exact().curve().rates) == {0.0}
     assert set(Sampled().curve().rates) == {0.0}
+
+
+@pytest.mark.parametrize("skew", [0.0, 2.0])
+def test_a_sample_goes_on_where_an_exact_curve_ends(skew: float) -> None:
+    paths = topics(skew, 4000, seed=3)
+    exact, begun = Exact(), Exact()
+    for keys in paths[:1500]:
+        begun.access(keys.tolist(), "a")
+    before = begun.curve()
+    assert Sampled.following(begun, 10**6).curve("a").rates == pytest.approx(before.rates)
+    sampled = Sampled.following(begun, 16384)
+    sampled.check()
+    for i, keys in enumerate(paths):
+        exact.access(keys.tolist(), "a")
+        if i >= 1500:
+            sampled.access(keys, keys.tolist(), "a")
+    sampled.check()
+    one, other = exact.curve(), sampled.curve()
+    assert max(abs(a - b) for a, b in zip(one.rates, other.rates, strict=True)) < 0.01
+    assert other.distinct_blocks == pytest.approx(one.distinct_blocks, rel=0.03)

@@ -67,28 +67,36 @@ class Kept(NamedTuple):
 
 
 class Scope:
-    """Blocks that may be shared: exact as long as it may be, sampled beside it."""
+    """Blocks that may be shared: exact until it is too much, then sampled."""
 
     def __init__(self, limits: Limits) -> None:
-        self.exact = None if limits.method == "sampled" else Exact()
-        self._sampled = None if limits.method == "exact" else Sampled(limits.sample_blocks)
+        self._limit = limits.sample_blocks
+        self._curve: Exact | Sampled = Sampled(self._limit) if limits.method == "sampled" else Exact()
+
+    @property
+    def exact(self) -> bool:
+        """Whether it still is."""
+        return isinstance(self._curve, Exact)
+
+    def sample(self) -> None:
+        """Go on with a sample."""
+        if isinstance(self._curve, Exact):
+            self._curve = Sampled.following(self._curve, self._limit)
 
     def access(self, keys: Keys, listed: Sequence[int], tenant: str) -> int:
         """Count a request; return its leading blocks that were had before, or at least so many where it is sampled."""
-        held = 0 if self._sampled is None else self._sampled.access(keys, listed, tenant)
-        return held if self.exact is None else self.exact.access(listed, tenant)
+        if isinstance(self._curve, Exact):
+            return self._curve.access(listed, tenant)
+        return self._curve.access(keys, listed, tenant)
 
     @property
     def blocks(self) -> int:
         """Blocks in the exact stack."""
-        return 0 if self.exact is None else len(self.exact.stack)
+        return len(self._curve.stack) if isinstance(self._curve, Exact) else 0
 
     def curve(self, tenant: str | None = None) -> Curve:
         """Return the curve, of all or of one tenant's requests."""
-        if self.exact is not None:
-            return self.exact.curve(tenant)
-        assert self._sampled is not None
-        return self._sampled.curve(tenant)
+        return self._curve.curve(tenant)
 
 
 @dataclass(slots=True)
@@ -240,4 +248,5 @@ class Collector:
         models = list(self.log.models.values())
         while sum(m.shared.blocks + m.apart.blocks for m in models) > self._limits.exact_blocks:
             largest = max(models, key=lambda m: m.shared.blocks + m.apart.blocks)
-            largest.shared.exact = largest.apart.exact = None
+            largest.shared.sample()
+            largest.apart.sample()

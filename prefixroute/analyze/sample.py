@@ -20,7 +20,7 @@ from math import sqrt
 import numpy as np
 
 from .prompts import Keys
-from .stack import SIZES, Counts, Curve, rates
+from .stack import SIZES, Counts, Curve, Exact, Hits, rates
 
 SAMPLE_BLOCKS = 65536
 """Cold blocks that a sample keeps, and hot blocks: some 20 MB together."""
@@ -52,6 +52,11 @@ class _Tally:
         self.seen *= by
         self.cold = [count * by for count in self.cold]
 
+    def follow(self, hits: Hits, part: float) -> None:
+        """Take a part of exact hits over as those of a sample of everything."""
+        self.seen = part * hits.accesses
+        self.cold = [part * count for count in hits.counts]
+
     def curve(self, hot: Sequence[float], cold_accesses: float) -> list[float]:
         """Return hit rates when so many accesses were of cold blocks."""
         each = cold_accesses / self.seen if self.seen else 0.0
@@ -74,6 +79,23 @@ class Sampled:
         self._next = 0
         self._parts = [_Tally() for _ in range(PARTS)]
         self._of: dict[str, _Tally] = {}
+
+    @classmethod
+    def following(cls, exact: Exact, limit: int) -> Sampled:
+        """Return a sample that goes on where an exact curve ends. O(blocks)."""
+        found = cls(limit)
+        found._owners, found._next, counts = exact.stack.state()
+        found._cold_at, found._hot_at = Counts(counts), Counts([0] * len(counts))
+        for owner, hits in exact.by_owner.items():
+            found._of[owner] = tally = _Tally()
+            tally.accesses = hits.accesses
+            tally.follow(hits, 1.0)
+        for part in found._parts:
+            # What was exact does not scatter: an even part each.
+            part.follow(exact.hits, 1 / PARTS)
+        if len(found) > limit:
+            found._lower()
+        return found
 
     def __len__(self) -> int:
         return len(self._owners)
@@ -104,12 +126,17 @@ class Sampled:
         if self._next == len(self._hot_at):
             self._compact()
         hot_at, cold_at, place = self._hot_at, self._cold_at, self._next
+        left: dict[int, int] = {}
+        left_hot: dict[int, int] = {}
         for key in kept:
-            counts = hot_at if key in hot else cold_at
             before = owners.get(key)
             if before is not None:
-                counts.add(before, -1)
-            owners[key] = place
+                which = left_hot if key in hot else left
+                which[before] = which.get(before, 0) + 1
+        for counts, gone in ((cold_at, left), (hot_at, left_hot)):
+            for before, blocks in gone.items():
+                counts.add(before, -blocks)
+        owners.update(dict.fromkeys(kept, place))
         self._add_new(kept, place)
         for key in promoted:
             self._promote(key, place)

@@ -91,6 +91,10 @@ class Stack:
         self._next += 1
         return [run for _, run in runs]
 
+    def state(self) -> tuple[dict[int, int], int, list[int]]:
+        """Return blocks by the number of the request that touched them last, the next number, and blocks by number."""
+        return self._owners, self._next, self._counts.at[: self._next]
+
     def check(self) -> None:
         """Assert every invariant. O(n)."""
         counted: dict[int, int] = {}
@@ -116,7 +120,7 @@ class Hits:
     __slots__ = ("accesses", "counts")
 
     def __init__(self) -> None:
-        self.accesses = 0.0
+        self.accesses = 0
         self.counts = [0.0] * len(SIZES)
 
     def add(self, run: Run) -> None:
@@ -128,11 +132,6 @@ class Hits:
             self.counts[i] += top - low + 1
             low = top + 1
             i += 1
-
-    def scale(self, by: float) -> None:
-        """Let every count be worth less."""
-        self.accesses *= by
-        self.counts = [count * by for count in self.counts]
 
     def curve(self) -> list[float]:
         """Return the hit rate of each of SIZES."""
