@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from math import sqrt
 
@@ -119,25 +120,12 @@ class Sampled:
             sampled = set(keys[keys < np.uint64(below)].tolist())
             kept = [key for key in listed if key in sampled or key in hot]
         promoted = self._promoted(listed)
-        last = self._tally(kept, mine) if kept else None
-        held = 0 if last is None else listed.index(last) + 1
         if not kept and not promoted:
-            return held
+            return 0
         if self._next == len(self._hot_at):
             self._compact()
-        hot_at, cold_at, place = self._hot_at, self._cold_at, self._next
-        left: dict[int, int] = {}
-        left_hot: dict[int, int] = {}
-        for key in kept:
-            before = owners.get(key)
-            if before is not None:
-                which = left_hot if key in hot else left
-                which[before] = which.get(before, 0) + 1
-        for counts, gone in ((cold_at, left), (hot_at, left_hot)):
-            for before, blocks in gone.items():
-                counts.add(before, -blocks)
+        last, place = self._tally(kept, mine), self._next
         owners.update(dict.fromkeys(kept, place))
-        self._add_new(kept, place)
         for key in promoted:
             self._promote(key, place)
         self._next += 1
@@ -145,43 +133,51 @@ class Sampled:
             self._demote()
         if len(owners) - len(hot) > self.limit:
             self._lower()
-        return held
+        return 0 if last is None else listed.index(last) + 1
 
     def _tally(self, kept: Sequence[int], mine: _Tally) -> int | None:
-        """Count hits, before anything is touched; return the deepest."""
-        hot, owners, parts, scale = self._hot, self._owners, self._parts, 1 / self.share
-        hot_in, cold_in = len(hot), len(owners) - len(hot)
-        last, distance = -1, 0.0
-        deepest = None
-        for key in kept:
+        """Count hits, before anything is touched, then let counts follow; return the deepest that was had."""
+        hot, owners, scale = self._hot, self._owners, 1 / self.share
+        hot_at, cold_at, hot_in, cold_in = self._hot_at, self._cold_at, len(hot), len(owners) - len(hot)
+        # A cold block stands for those around it as well: on average, for half of them above it.
+        half, last, distance, deepest, hot_n = (scale - 1) / 2, -1, 0.0, None, 0
+        counts, i, size = mine.hot, 0, 0
+        moved: list[list[int]] = []
+        for key, place in zip(kept, map(owners.get, kept), strict=True):
             is_hot = key in hot
-            part = parts[key % PARTS]
-            if is_hot:
-                mine.hot_accesses += 1
-            else:
-                mine.seen += 1
-                part.seen += 1
-            place = owners.get(key)
-            if place is None:
+            if place is not None:
+                deepest = key
+                if place != last:
+                    last = place
+                    distance = hot_in - hot_at.up_to(place) + (cold_in - cold_at.up_to(place)) * scale
+                    moved.append([place, 0, 0])
+                moved[-1][1 if is_hot else 2] -= 1
+                distance += 1.0 if is_hot else scale
+            if not is_hot:
+                self._tally_cold(key, mine, None if place is None else distance - half)
                 continue
-            deepest = key
-            if place != last:
-                last = place
-                distance = hot_in - self._hot_at.up_to(place) + (cold_in - self._cold_at.up_to(place)) * scale
-            distance += 1.0 if is_hot else scale
-            # A cold block stands for those around it as well: on average, for half of them above it.
-            i = bisect_left(SIZES, distance if is_hot else distance - (scale - 1) / 2)
-            if is_hot:
-                mine.hot[i] += 1
-            else:
-                mine.cold[i] += 1
-                part.cold[i] += 1
+            hot_n += 1
+            # Distances grow along a path, and neighbours mostly have the same place in the table.
+            if distance > size:
+                i = bisect_left(SIZES, distance, i)
+                size = SIZES[i]
+            counts[i] += 1
+        mine.hot_accesses += hot_n
+        for place, hot_left, cold_left in moved:
+            hot_at.add(place, hot_left)
+            cold_at.add(place, cold_left)
+        hot_at.add(self._next, hot_n)
+        cold_at.add(self._next, len(kept) - hot_n)
         return deepest
 
-    def _add_new(self, kept: Sequence[int], place: int) -> None:
-        hot = sum(key in self._hot for key in kept)
-        self._hot_at.add(place, hot)
-        self._cold_at.add(place, len(kept) - hot)
+    def _tally_cold(self, key: int, mine: _Tally, distance: float | None) -> None:
+        part = self._parts[key % PARTS]
+        mine.seen += 1
+        part.seen += 1
+        if distance is not None:
+            i = bisect_left(SIZES, distance)
+            mine.cold[i] += 1
+            part.cold[i] += 1
 
     def _promoted(self, listed: Sequence[int]) -> list[int]:
         """The blocks of this request that become hot. None do as long as all are kept."""
@@ -222,9 +218,9 @@ class Sampled:
         for tally in (*self._parts, *self._of.values()):
             tally.scale(below / self._below)
         self._below = below
-        for key in cold:
-            if key >= below:
-                self._cold_at.add(self._owners.pop(key), -1)
+        gone = Counter(map(self._owners.pop, [key for key in cold if key >= below]))
+        for place, blocks in gone.items():
+            self._cold_at.add(place, -blocks)
 
     def _compact(self) -> None:
         live = [i for i, (hot, cold) in enumerate(zip(self._hot_at.at, self._cold_at.at, strict=True)) if hot or cold]

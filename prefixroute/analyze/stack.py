@@ -45,6 +45,8 @@ class Counts:
 
     def add(self, place: int, n: int) -> None:
         """Add to a place."""
+        if not n:
+            return
         self.at[place] += n
         tree, i, size = self._tree, place + 1, len(self._tree)
         while i < size:
@@ -83,7 +85,7 @@ class Stack:
         for owner, group in groupby(map(owners.get, keys)):
             if owner is None:
                 break
-            runs.append((owner, Run(live - self._counts.up_to(owner), sum(1 for _ in group))))
+            runs.append((owner, Run(live - self._counts.up_to(owner), len(list(group)))))
         for owner, run in runs:
             self._counts.add(owner, -run.blocks)
         self._counts.add(self._next, len(keys))
