@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from prefixroute import UsageError
 from prefixroute.analyze import Collector, Limits, Log, PromptReader
 from prefixroute.analyze.prefixes import TopPrefixes, fit_zipf
 from prefixroute.analyze.records import BadLine, Chat, Trace, parse
-from prefixroute.analyze.sources import lines
+from prefixroute.analyze.sources import Joined, lines
 
 FRONT = "You are a careful assistant who answers in short plain sentences and names every source. " * 8
 
@@ -150,7 +152,7 @@ def test_a_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
 def test_a_file_that_is_none_is_refused(tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.json").write_text("{}")
     if option == "template":
-        monkeypatch.setitem(__import__("sys").modules, "jinja2.sandbox", None)
+        monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
     with pytest.raises(UsageError, match="tokenizer" if option == "tokenizer" else "pip install jinja2"):
         PromptReader(**{option: tmp_path / "x.json"})
 
@@ -166,6 +168,18 @@ def test_compressed_files_are_read(tmp_path: Path, suffix: str, pack: Any) -> No
     path.write_bytes(pack(b"one\n" * 9000)[:-9])
     with pytest.raises(UsageError, match="cannot read"):
         list(lines([path]))
+
+
+def test_zst_says_what_to_install_where_nothing_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("compression.zstd", "backports.zstd", "pyzstd", "zstandard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UsageError, match="pip install zstandard"):
+        list(lines([write(tmp_path / "log.zst", ["x"])]))
+
+
+def test_what_can_only_be_read_has_lines() -> None:
+    joined = Joined(io.BytesIO(b"one\n\nthree four\nfive"))
+    assert [joined.readline(8) for _ in range(6)] == [b"one\n", b"\n", b"three fo", b"ur\n", b"five", b""]
 
 
 def test_progress_ends_with_all_bytes(tmp_path: Path) -> None:

@@ -133,3 +133,9 @@ def test_a_report_of_one_request_and_of_none_is_sensible(tmp_path: Path) -> None
         assert report.requests == requests
         assert as_json(report)["bad"]["count"] == text.count("nonsense")
         assert [model.verdict.advice for model in report.models] == [Advice.LOCAL] * requests
+
+
+@pytest.mark.parametrize(("local", "advice"), [(0.3, Advice.ROUTE), (0.495, Advice.LOCAL)])
+def test_a_gain_without_more_hits_is_none_of_prefixes(local: float, advice: Advice) -> None:
+    gain = Gain(4, 100, 1000, 1.0, 1.0, local, 0.5, 0.5, [row(2, 0.8)], 2.0, True)
+    assert judge(0.5, gain).advice is advice

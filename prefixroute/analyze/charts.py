@@ -13,8 +13,8 @@ from html import escape
 from math import floor, log10
 from typing import NamedTuple
 
-WIDTH, HEIGHT = 560, 300
-LEFT, RIGHT, TOP, BOTTOM = 56, 16, 14, 46
+WIDTH, HEIGHT = 560, 310
+LEFT, RIGHT, TOP, BOTTOM = 56, 18, 14, 56
 
 
 class Series(NamedTuple):
@@ -72,7 +72,7 @@ def line_chart(title: str, across: Axis, up: Axis, series: Sequence[Series], lev
         x, _ = at(value, low_y)
         parts.append(f'<line class="grid" x1="{x}" y1="{TOP}" x2="{x}" y2="{HEIGHT - BOTTOM}"/>')
         parts.append(
-            f'<text x="{x}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{escape(across.write(value))}</text>'
+            f'<text x="{x}" y="{HEIGHT - BOTTOM + 22}" text-anchor="middle">{escape(across.write(value))}</text>'
         )
     if level is not None:
         _, y = at(10**low_x, level)

@@ -64,7 +64,7 @@ def _lines(report: Report) -> Iterator[str]:
     if not report.models:
         yield "<p>There is no request to judge.</p>"
     if report.bad.count:
-        yield f"<h2>{report.bad.count:,} lines are no requests</h2>"
+        yield f"<h2>Lines that are no request: {report.bad.count:,}</h2>"
         yield _table("By reason", ("reason", "lines"), [(r, f"{n:,}") for r, n in report.bad.reasons.items()])
         rows = [(f"{file}:{number}", reason) for file, number, reason in report.bad.first]
         yield _table("The first of them", ("line", "reason"), rows)

@@ -42,10 +42,10 @@ def _zst(raw: IO[bytes]) -> IO[bytes]:
         module = importlib.import_module("zstandard")
     except ImportError:
         raise UsageError("to read .zst run: pip install zstandard (or unpack the file first)") from None
-    return cast("IO[bytes]", _Joined(module.ZstdDecompressor().stream_reader(raw, read_across_frames=True)))
+    return cast("IO[bytes]", Joined(module.ZstdDecompressor().stream_reader(raw, read_across_frames=True)))
 
 
-class _Joined:
+class Joined:
     """Lines of something that can only read."""
 
     def __init__(self, raw: IO[bytes]) -> None:

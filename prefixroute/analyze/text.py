@@ -19,7 +19,7 @@ def table(report: Report) -> str:
 def _lines(report: Report) -> Iterator[str]:
     yield f"{report.requests:,} requests of {report.lines:,} lines in {', '.join(report.files)}; {report.unit}"
     if report.bad.count:
-        yield f"{report.bad.count:,} lines are no requests:"
+        yield f"lines that are no request: {report.bad.count:,}"
         for reason, count in report.bad.reasons.items():
             yield f"  {count:,} x {reason}"
         for file, number, reason in report.bad.first:

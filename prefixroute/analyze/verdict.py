@@ -7,7 +7,7 @@ Rules:
 | condition | verdict |
 |---|---|
 | no prompt has a whole block, or an endless cache would hit less than RARE | local caches suffice |
-| prefixes make routing pay at a delay that was tried | route, up to the break-even delay |
+| prefixes make routing pay at a delay that was tried, and hits rise by RISE | route, up to the break-even delay |
 | what was simulated repeats less than half as much as the whole log | unknown: simulate more |
 | one cache of the fleet's size, or an endless one, would hit FAR more than local ones | a bigger or central cache |
 | else | local caches suffice |
@@ -25,6 +25,10 @@ RARE = 0.05
 
 FAR = 0.05
 """Difference of hit rates that is worth another cache."""
+
+
+RISE = 0.01
+"""Least rise of the token hit rate by routing: without it, a gain is that of better balancing."""
 
 
 class Advice(Enum):
@@ -68,8 +72,8 @@ def judge(hit_rate: float, gain: Gain | None) -> Verdict:
         if len(gain.delays) > 1
         else (f"{gain.delays[0].delay_ms:g} ms")
     )
-    if gain.break_even_ms is not None:
-        best = min((row for row in gain.delays if row.pays), key=lambda row: row.by_prefixes)
+    best = min((row for row in gain.delays if row.pays), key=lambda row: row.by_prefixes, default=None)
+    if best is not None and gain.break_even_ms is not None and best.hit_rate - gain.local_hit_rate >= RISE:
         end = "at least" if gain.open_ended else "about"
         far = [row.delay_ms for row in gain.delays if row.delay_ms > gain.break_even_ms]
         beyond = f" Farther nodes, {far[0]:g} ms say, should keep to themselves." if far else ""
@@ -77,7 +81,7 @@ def judge(hit_rate: float, gain: Gain | None) -> Verdict:
             Advice.ROUTE,
             f"Route between nodes up to {end} {gain.break_even_ms:.3g} ms apart (one way).{beyond}",
             f"At {best.delay_ms:g} ms the mean time to first token falls by {1 - best.by_prefixes:.1%} beyond what "
-            f"balancing or nothing at all would give; {hits}.",
+            f"balancing or nothing at all would give, and {best.hit_rate:.1%} of the tokens hit; {hits}.",
         )
     if gain.endless_hit_rate < hit_rate / 2:
         return Verdict(
@@ -91,7 +95,7 @@ def judge(hit_rate: float, gain: Gain | None) -> Verdict:
         return Verdict(
             Advice.BIGGER,
             f"Do not route over {tried}: a {kind} cache is better.",
-            f"Forwarding costs more than it spares at every delay tried, but {hits}.",
+            f"Prefixes do not make forwarding pay at any delay tried, but {hits}.",
         )
     return Verdict(
         Advice.LOCAL,
