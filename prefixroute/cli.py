@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from . import __version__, replay, router
+from .analyze import command as analysis
 from .errors import UsageError
 from .plan import commands as planning
 from .sim import commands
@@ -173,6 +174,12 @@ COMMANDS = (
         "compute a plan before deploying: where blocks of a model go, which prompts another cluster should prefill",
         planning.add_options,
         planning.run_options,
+    ),
+    Command(
+        "analyze",
+        "measure a request log before deploying: hit rates by cache size, shared prefixes, what routing would gain",
+        analysis.add_options,
+        analysis.run_options,
     ),
 )
 

@@ -1,0 +1,34 @@
+"""What a request log says about prefix caching and routing: `prefixroute analyze LOG...`.
+
+`Collector` reads a log in one pass and bounded memory, `build` makes the `Report` of it, simulations included; text,
+JSON and HTML are made of that.
+"""
+
+from __future__ import annotations
+
+from .collect import Collector, Limits, Log
+from .gain import DelayGain, Gain, GainSettings
+from .page import page
+from .prompts import PromptReader
+from .report import ModelReport, Report, Wanted, as_json, build
+from .text import table
+from .verdict import Advice, Verdict
+
+__all__ = [
+    "Advice",
+    "Collector",
+    "DelayGain",
+    "Gain",
+    "GainSettings",
+    "Limits",
+    "Log",
+    "ModelReport",
+    "PromptReader",
+    "Report",
+    "Verdict",
+    "Wanted",
+    "as_json",
+    "build",
+    "page",
+    "table",
+]

@@ -1,0 +1,252 @@
+"""One pass over a log: what is kept of it, by model and tenant.
+
+Rules:
+1. Memory is bounded by the constants below, however long the log is.
+2. Models share nothing. Tenants of a model are counted twice: in one cache for all, and as if they shared nothing.
+3. Everything is exact until the blocks of all stacks together are more than `exact_blocks`; from then on, sampled.
+4. A line that is no request is counted, and the first ones are kept to be shown; it never ends the pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from prefixroute import UsageError
+
+from .prefixes import TopPrefixes
+from .prompts import Keys, Prompt, PromptReader, TemplateRefusal, salted
+from .records import BadLine, Content, Record, parse
+from .sample import SAMPLE_BLOCKS, Sampled
+from .sources import LINE_BYTES, Line, lines
+from .stack import Curve, Exact
+
+EXACT_BLOCKS = 1_000_000
+"""Blocks of all exact stacks together: some 140 MB."""
+
+MODELS, TENANTS = 32, 500
+"""Models of a log, and tenants of a model, that are told apart; what comes later is one more, OTHERS."""
+
+KEPT_BLOCKS = 2_000_000
+"""Blocks of the requests that are kept for the simulator, of all models together: 16 MB."""
+
+SHOWN_LINES = 10
+OTHERS = "(others)"
+UNNAMED = "(none)"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much is kept. `method` is auto, exact (however much memory it takes) or sampled."""
+
+    method: str = "auto"
+    exact_blocks: int = EXACT_BLOCKS
+    sample_blocks: int = SAMPLE_BLOCKS
+    kept_requests: int = 3000
+    texts: bool = False
+    tenant_field: str = ""
+
+    def __post_init__(self) -> None:
+        if self.method not in ("auto", "exact", "sampled"):
+            raise UsageError("method is auto, exact or sampled")
+        if min(self.exact_blocks, self.sample_blocks) < 64 or self.kept_requests < 0:
+            raise UsageError("exact_blocks and sample_blocks are at least 64, kept_requests at least 0")
+
+
+class Kept(NamedTuple):
+    """A request that is kept for the simulator."""
+
+    at: float | None
+    tenant: str
+    prompt: Prompt
+
+
+class Scope:
+    """Blocks that may be shared: exact until it is too much, then sampled."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limit = limits.sample_blocks
+        self._curve: Exact | Sampled = Sampled(self._limit) if limits.method == "sampled" else Exact()
+
+    @property
+    def exact(self) -> bool:
+        """Whether it still is."""
+        return isinstance(self._curve, Exact)
+
+    def sample(self) -> None:
+        """Go on with a sample."""
+        if isinstance(self._curve, Exact):
+            self._curve = Sampled.following(self._curve, self._limit)
+
+    def access(self, keys: Keys, listed: Sequence[int], tenant: str) -> int:
+        """Count a request; return its leading blocks that were had before, or at least so many where it is sampled."""
+        if isinstance(self._curve, Exact):
+            return self._curve.access(listed, tenant)
+        return self._curve.access(keys, listed, tenant)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the exact stack."""
+        return len(self._curve.stack) if isinstance(self._curve, Exact) else 0
+
+    def curve(self, tenant: str | None = None) -> Curve:
+        """Return the curve, of all or of one tenant's requests."""
+        return self._curve.curve(tenant)
+
+
+@dataclass(slots=True)
+class Tenant:
+    """What a tenant asked: requests, their tokens, and their whole blocks."""
+
+    requests: int = 0
+    tokens: int = 0
+    blocks: int = 0
+
+
+class ModelLog:
+    """What is known of one model's requests: `shared` as in one cache for all, `apart` as if tenants shared nothing."""
+
+    def __init__(self, block_tokens: int, limits: Limits) -> None:
+        self.block_tokens = block_tokens
+        self.tenants: dict[str, Tenant] = {}
+        self.shared = Scope(limits)
+        self.apart = Scope(limits)
+        self.prefixes = TopPrefixes()
+        self.kept: list[Kept] = []
+        self.saved_blocks = 0
+        self.first_at: float | None = None
+        self.last_at: float | None = None
+        self.all_timed = True
+
+    @property
+    def totals(self) -> Tenant:
+        """All tenants together."""
+        every = self.tenants.values()
+        return Tenant(sum(t.requests for t in every), sum(t.tokens for t in every), sum(t.blocks for t in every))
+
+
+@dataclass(slots=True)
+class Log:
+    """A log that was read. `bad` are lines by reason; `shown` the first of them with file and number."""
+
+    models: dict[str, ModelLog] = field(default_factory=dict)
+    lines: int = 0
+    requests: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
+    shown: list[tuple[str, int, str]] = field(default_factory=list)
+    traces: bool = False
+    texts: bool = False
+
+
+class Collector:
+    """Reads a log, line by line, into a `Log`."""
+
+    def __init__(self, reader: PromptReader, limits: Limits) -> None:
+        self.log = Log()
+        self._reader = reader
+        self._limits = limits
+        self._room = KEPT_BLOCKS
+        self._salts: dict[str, int] = {}
+
+    def read(self, paths: Sequence[Path], progress: Callable[[int], None] | None = None) -> Log:
+        """Read whole files. Raises `UsageError` for a file that cannot be read."""
+        for line in lines(paths, progress):
+            self.add(line)
+        return self.log
+
+    def add(self, line: Line) -> None:
+        """Read one line; an empty one is none."""
+        if line.data is not None and line.data.isspace():
+            return
+        log = self.log
+        log.lines += 1
+        try:
+            if line.data is None:
+                raise BadLine(f"longer than {LINE_BYTES >> 20} MB")
+            record = parse(line.data, self._limits.tenant_field)
+            prompts = [self._prompt(content) for content in record.contents]
+        except BadLine as bad:
+            log.bad[str(bad)] += 1
+            if len(log.shown) < SHOWN_LINES:
+                log.shown.append((str(line.path), line.number, str(bad)))
+            return
+        for content, prompt in zip(record.contents, prompts, strict=True):
+            self._count(record, content, prompt, line)
+
+    def _prompt(self, content: Content) -> Prompt:
+        try:
+            return self._reader.read(content)
+        except TemplateRefusal as refusal:
+            raise BadLine(f"chat template: {str(refusal)[:80]}") from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise BadLine(f"unreadable prompt ({type(error).__name__})") from None
+
+    def _count(self, record: Record, content: Content, prompt: Prompt, line: Line) -> None:
+        log, keys = self.log, prompt.keys
+        model = self._model(record.model or UNNAMED, prompt.block_tokens)
+        tenant = record.tenant or UNNAMED
+        if tenant not in model.tenants and len(model.tenants) >= TENANTS:
+            tenant = OTHERS
+        counted = model.tenants.setdefault(tenant, Tenant())
+        counted.requests += 1
+        counted.tokens += prompt.tokens
+        counted.blocks += len(keys)
+        log.requests += 1
+        log.traces |= prompt.block_tokens != self._reader.block_tokens
+        log.texts |= prompt.block_tokens == self._reader.block_tokens
+        listed: list[int] = keys.tolist()
+        matched = model.shared.access(keys, listed, tenant)
+        own = salted(keys, self._salt(record.tenant))
+        model.apart.access(own, own.tolist(), tenant)
+        text = self._reader.text(content) if self._limits.texts and matched else ""
+        # Tokens have no places in a text: the shared part is told by its share of them.
+        text = text[: len(text) * matched * prompt.block_tokens // max(prompt.tokens, 1)]
+        model.prefixes.add(listed, matched, prompt.block_tokens, f"{line.path.name}:{line.number}", text)
+        self._times(model, record.at)
+        if len(model.kept) < self._limits.kept_requests and self._room >= len(keys):
+            self._room -= len(keys)
+            model.kept.append(Kept(record.at, record.tenant, prompt))
+        if self._limits.method == "auto" and not log.requests & 0x3F:
+            self._stay_within()
+
+    def _model(self, name: str, block_tokens: int) -> ModelLog:
+        models = self.log.models
+        found = models.get(name)
+        if found is not None and found.block_tokens != block_tokens:
+            # The same model's trace of ids and texts have nothing to compare.
+            name = f"{name} ({block_tokens}-token blocks)"
+            found = models.get(name)
+        if found is None:
+            if len(models) >= MODELS:
+                name = f"{OTHERS} ({block_tokens}-token blocks)"
+            found = models.setdefault(name, ModelLog(block_tokens, self._limits))
+        return found
+
+    def _salt(self, tenant: str) -> int:
+        found = self._salts.get(tenant)
+        if found is None:
+            if len(self._salts) > 100_000:
+                self._salts.clear()
+            found = self._salts[tenant] = xxhash.xxh3_64_intdigest(tenant.encode("utf-8", "surrogatepass"))
+        return found
+
+    @staticmethod
+    def _times(model: ModelLog, at: float | None) -> None:
+        if at is None:
+            model.all_timed = False
+            return
+        model.first_at = at if model.first_at is None else min(at, model.first_at)
+        model.last_at = at if model.last_at is None else max(at, model.last_at)
+
+    def _stay_within(self) -> None:
+        """Give the exact stacks up, the largest model's first, until the others fit."""
+        models = list(self.log.models.values())
+        while sum(m.shared.blocks + m.apart.blocks for m in models) > self._limits.exact_blocks:
+            largest = max(models, key=lambda m: m.shared.blocks + m.apart.blocks)
+            largest.shared.sample()
+            largest.apart.sample()

@@ -1,0 +1,297 @@
+"""What routing would gain: the simulator's real nodes on the log itself, over a set of network delays.
+
+Rules:
+1. The same requests, at the same times and origins, without routing and with it; a ratio is of their mean times to the
+   first token, and its interval is over seeds.
+2. Whoever forwards evens out queues as well. What prefixes are good for is the ratio to the better of no routing and of
+   balancing alone, over the same delay.
+3. Which node a request came to is not in a log: origins are drawn, evenly. Times are the log's, or drawn if it has
+   none, and stretched so that the engines work `load` of the time without routing.
+4. Engines cache blocks of the log, or runs of them, so that a prompt has a hundred at most on average.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from prefixroute import POLICIES, Domain, Node, UsageError
+from prefixroute.sim.parallel import run_all
+from prefixroute.sim.service import BlockCache, Speed
+from prefixroute.sim.serving import Bare, Gossiping, ServingSettings
+from prefixroute.sim.stats import Figures, Interval, figures, interval
+from prefixroute.sim.workloads import Arrival, Prompt, Trace
+
+from .collect import Kept
+from .prompts import Keys, salted
+
+BLOCKS_EACH = 100
+"""Blocks of a prompt in the simulator, on average, at most: its time is that of the blocks."""
+
+BALANCING = "least"
+"""The policy that looks at load alone."""
+
+PAYS = 0.05
+"""Least gain that is called one, as a share of the mean time to first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class GainSettings:
+    """A fleet to try. `delays_ms` are one-way, `overhead_ms` is of an engine for each request."""
+
+    nodes: int = 4
+    delays_ms: tuple[float, ...] = (1.0, 10.0, 50.0, 200.0)
+    cache_tokens: int = 500_000
+    prefill_tokens_per_s: float = 8000.0
+    overhead_ms: float = 20.0
+    load: float = 0.5
+    gossip_s: float = 2.0
+    policy: str = "rent"
+    seeds: tuple[int, ...] = (1, 2, 3, 4)
+    tenants_apart: bool = False
+
+    def __post_init__(self) -> None:
+        if self.nodes < 2 or self.cache_tokens < 1:
+            raise UsageError("to route takes nodes >= 2 and cache-tokens >= 1")
+        if not self.delays_ms or min(self.delays_ms) < 0 or not self.seeds:
+            raise UsageError("to simulate takes a seed and delays, in milliseconds, of 0 or more")
+        if not 0 < self.load < 1 or min(self.prefill_tokens_per_s, self.gossip_s) <= 0 or self.overhead_ms < 0:
+            raise UsageError("load is over 0 and under 1, the prefill rate over 0")
+        if self.policy not in POLICIES:
+            raise UsageError(f"unknown policy {self.policy!r}: {', '.join(POLICIES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class DelayGain:
+    """With routing, at one delay. Ratios below 1 are gains; `half` is of the 95 % interval of `by_prefixes`.
+
+    `ratio` is of routing to no routing, `balancing` of balancing alone to it, `by_prefixes` of routing to the better.
+    """
+
+    delay_ms: float
+    ratio: float
+    balancing: float
+    by_prefixes: float
+    half: float
+    mean_s: float
+    hit_rate: float
+    forwarded: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether prefixes make a gain, and no accident of the seeds."""
+        return self.by_prefixes <= 1 - PAYS and self.by_prefixes + self.half < 1
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What was simulated. Hit rates are of tokens. `break_even_ms` is one-way, None when no delay tried pays.
+
+    With `open_ended` even the longest delay that was tried pays.
+    """
+
+    nodes: int
+    requests: int
+    cache_tokens: int
+    requests_per_s: float
+    local_mean_s: float
+    local_hit_rate: float
+    pooled_hit_rate: float
+    endless_hit_rate: float
+    delays: list[DelayGain]
+    break_even_ms: float | None
+    open_ended: bool
+
+
+class _Seed(NamedTuple):
+    """Runs with one seed; `routed` and `balanced` by delay."""
+
+    none: Figures
+    routed: list[Figures]
+    balanced: list[Figures]
+    rate: float
+
+
+def simulate(
+    kept: Sequence[Kept], settings: GainSettings, workers: int = 1, progress: Callable[[int], None] | None = None
+) -> Gain | None:
+    """Run the simulator on requests of one model; None when fewer than two have a block.
+
+    `progress` is told how many seeds are done.
+    """
+    requests = _coarse(kept, settings.tenants_apart)
+    if len(requests) < 2:
+        return None
+    runs = run_all(_runs, [(requests, settings, seed) for seed in settings.seeds], workers, progress)
+    rows = [_row(delay, i, runs) for i, delay in enumerate(settings.delays_ms)]
+    rows.sort(key=lambda row: row.delay_ms)
+    trace = _trace(requests, settings.nodes, settings.seeds[0])
+    capacity = settings.cache_tokens * settings.nodes
+    return Gain(
+        settings.nodes,
+        len(requests),
+        settings.cache_tokens,
+        _mean([run.rate for run in runs]),
+        _mean([run.none.mean_s for run in runs]),
+        _mean([run.none.token_hit for run in runs]),
+        _one_cache(trace, capacity),
+        _one_cache(trace, 1 << 62),
+        rows,
+        *break_even(rows),
+    )
+
+
+def _row(delay_ms: float, i: int, runs: Sequence[_Seed]) -> DelayGain:
+    routed = [run.routed[i] for run in runs]
+    none = [run.none.mean_s for run in runs]
+    balanced = [run.balanced[i].mean_s for run in runs]
+    means = [one.mean_s for one in routed]
+    by_prefixes = interval([mean / min(pair) for mean, *pair in zip(means, none, balanced, strict=True)])
+    return DelayGain(
+        delay_ms,
+        _mean([mean / base for mean, base in zip(means, none, strict=True)]),
+        _mean([mean / base for mean, base in zip(balanced, none, strict=True)]),
+        by_prefixes.mean,
+        by_prefixes.half,
+        _mean(means),
+        _mean([one.token_hit for one in routed]),
+        _mean([one.forwarded for one in routed]),
+    )
+
+
+def break_even(rows: Sequence[DelayGain]) -> tuple[float | None, bool]:
+    """Return the delay at which the gain falls below PAYS, and whether no delay that was tried is over it.
+
+    `rows` are in order of delay. Between two of them the gain is taken to fall on a straight line.
+    """
+    paying = [i for i, row in enumerate(rows) if row.pays]
+    if not paying:
+        return None, False
+    last = paying[-1]
+    if last == len(rows) - 1:
+        return rows[last].delay_ms, True
+    here, there = rows[last], rows[last + 1]
+    wanted = 1 - PAYS
+    if there.by_prefixes <= wanted:
+        return here.delay_ms, False
+    part = (wanted - here.by_prefixes) / (there.by_prefixes - here.by_prefixes)
+    return here.delay_ms + part * (there.delay_ms - here.delay_ms), False
+
+
+def _mean(values: Sequence[float]) -> float:
+    found: Interval = interval(values)
+    return found.mean
+
+
+# --- requests for the simulator ----------------------------------------------------------------------------
+
+
+class _Request(NamedTuple):
+    at: float | None
+    keys: Keys
+    tokens: int
+    block_tokens: int
+    topic: int
+
+
+def _coarse(kept: Sequence[Kept], apart: bool) -> list[_Request]:
+    """Requests with a block, of which one is of so many of the log's that none has too many."""
+    several = [one for one in kept if len(one.prompt.keys)]
+    if not several:
+        return []
+    mean, most = sum(len(one.prompt.keys) for one in several) / len(several), 1
+    while mean / most > BLOCKS_EACH:
+        most *= 2
+    salts: dict[str, int] = {}
+    found = []
+    for at, tenant, (keys, tokens, block_tokens) in several:
+        if apart:
+            keys = salted(keys, salts.setdefault(tenant, len(salts) + 1))
+        found.append(_Request(at, keys[most - 1 :: most], tokens, block_tokens * most, int(keys[0])))
+    return found
+
+
+def _trace(requests: Sequence[_Request], nodes: int, seed: int) -> Trace:
+    """The requests as the simulator has them, with a mean rate of 1. Tokens are made of the keys."""
+    rng = random.Random(f"{seed}/analyze")
+    size = requests[0].block_tokens
+    domain = Domain("analyzed", "analyzed", block_size=size)
+    kitchen = Node("prompts", domain, rng=random.Random(0), now=0.0)
+    places = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    arrivals, seen = [], set[int]()
+    for request, at in zip(requests, _times(requests, rng), strict=True):
+        blocks = ((request.keys[:, None] ^ places) >> np.uint64(33)).astype("<u4").ravel()
+        # What is left of a prompt is shorter than a block: it is prefilled, and never cached.
+        tail = np.full(max(request.tokens - len(blocks), 1), 7, dtype="<u4")
+        whole = np.concatenate([blocks, tail[:size]]) if request.tokens > len(blocks) else blocks
+        packed = memoryview(whole.tobytes()).cast("I")
+        handles = tuple(request.keys.tolist())
+        shared = next((i for i, key in enumerate(handles) if key not in seen), len(handles))
+        seen.update(handles)
+        chain = kitchen.chain(packed)
+        prompt = Prompt(chain, packed, shared, chain.depth)
+        arrivals.append(Arrival(at, rng.randrange(nodes), request.topic & 0x7FFFFFFF, prompt))
+    return Trace("log", tuple(arrivals), len(seen) * size, domain)
+
+
+def _times(requests: Sequence[_Request], rng: random.Random) -> list[float]:
+    """Times with a mean rate of 1: the log's, or drawn when it has none or they are all the same."""
+    told = [request.at for request in requests if request.at is not None]
+    if len(told) == len(requests):
+        # Logs are written when requests end: their order is not that of the times.
+        first, last = min(told), max(told)
+        if last > first:
+            pace = (last - first) / len(told)
+            return [(at - first) / pace for at in np.maximum.accumulate(told).tolist()]
+    times, at = [], 0.0
+    for _ in requests:
+        at += rng.expovariate(1.0)
+        times.append(at)
+    return times
+
+
+def _runs(task: tuple[Sequence[_Request], GainSettings, int]) -> _Seed:
+    requests, settings, seed = task
+    unit = _trace(requests, settings.nodes, seed)
+    speed = Speed(settings.overhead_ms / 1000, 1 / settings.prefill_tokens_per_s)
+    rate = settings.load * settings.nodes / _work_s(unit, settings, speed)
+    trace = unit.at_rate(rate)
+
+    def fleet(delay_ms: float) -> ServingSettings:
+        return ServingSettings(
+            nodes=settings.nodes,
+            capacity_tokens=settings.cache_tokens,
+            delay_s=delay_ms / 1000,
+            gossip_s=settings.gossip_s,
+            speed=speed,
+        )
+
+    def run(policy: str) -> list[Figures]:
+        runs = (Gossiping(trace, fleet(delay), seed, POLICIES[policy]) for delay in settings.delays_ms)
+        return [figures(one.run(), trace) for one in runs]
+
+    none = figures(Bare(trace, fleet(0.0), seed).run(), trace)
+    return _Seed(none, run(settings.policy), run(BALANCING), rate)
+
+
+def _work_s(trace: Trace, settings: GainSettings, speed: Speed) -> float:
+    """Mean service time without routing, which does not depend on the rate."""
+    size = trace.domain.block_size
+    caches = [BlockCache(settings.cache_tokens // size, size) for _ in range(settings.nodes)]
+    uncached = sum(
+        arrival.prompt.chain.n_tokens - caches[arrival.origin].admit(arrival.prompt, 0.0).cached_tokens
+        for arrival in trace.arrivals
+    )
+    return speed.fixed_s + speed.token_s * uncached / len(trace.arrivals)
+
+
+def _one_cache(trace: Trace, tokens: int) -> float:
+    """Token hit rate if all requests came to one cache."""
+    size = trace.domain.block_size
+    cache = BlockCache(tokens // size, size)
+    cached = sum(cache.admit(arrival.prompt, 0.0).cached_tokens for arrival in trace.arrivals)
+    return cached / sum(arrival.prompt.chain.n_tokens for arrival in trace.arrivals)

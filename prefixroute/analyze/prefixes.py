@@ -1,0 +1,138 @@
+"""Which prefixes are shared most, and how skewed the sharing is.
+
+Rules:
+1. A prefix is where a request's match ended: the deepest block that an earlier request had. Where many end is what
+   they share: a system prompt, a document, the head of a conversation.
+2. At most `limit` prefixes are followed. The one with the least is given up for a new one, which takes over its count
+   as its error (space-saving; Metwally et al., ICDT 2005): what is on top is surely there.
+3. Texts are kept only when asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import NamedTuple
+
+import numpy as np
+
+FOLLOWED = 2048
+"""Prefixes that are followed."""
+
+EXCERPT = 160
+"""Characters of a text's beginning, and of its end."""
+
+_T95 = 1.96
+
+
+class Followed:
+    """A prefix: how many requests began with it, how many ended their match there, and where it came first."""
+
+    __slots__ = ("ended", "error", "first", "parent", "requests", "text", "tokens")
+
+    def __init__(self, tokens: int, requests: int, error: int, parent: int | None, first: str, text: str) -> None:
+        self.tokens = tokens
+        self.requests = requests
+        self.ended = 1
+        self.error = error
+        self.parent = parent
+        self.first = first
+        self.text = text
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens that an endless cache spares by it."""
+        return self.tokens * (self.requests - 1)
+
+
+class TopPrefixes:
+    """The prefixes that save most, of a stream of matches. Memory O(limit)."""
+
+    def __init__(self, limit: int = FOLLOWED) -> None:
+        self.limit = limit
+        self._followed: dict[int, Followed] = {}
+
+    def add(self, keys: Sequence[int], matched: int, block_tokens: int, first: str, text: str = "") -> None:
+        """Note a request whose first `matched` blocks, which say `text`, were had before."""
+        followed = self._followed
+        parent = None
+        if followed:
+            for key in keys:
+                if (found := followed.get(key)) is not None:
+                    found.requests += 1
+                    parent = key
+        if not matched:
+            return
+        key = keys[matched - 1]
+        if key in followed:
+            followed[key].ended += 1
+            return
+        error = self._make_room() if len(followed) >= self.limit else 0
+        if parent is not None and parent not in followed:
+            parent = None
+        shown = text if len(text) <= 2 * EXCERPT else f"{text[:EXCERPT]} [...] {text[-EXCERPT:]}"
+        # The request that had it first counts as well: it is two by now.
+        followed[key] = Followed(matched * block_tokens, 2 + error, error, parent, first, shown)
+
+    def _make_room(self) -> int:
+        """Give up the tenth that saves least; return what the best of them had."""
+        order = sorted(self._followed, key=lambda key: self._followed[key].requests)
+        error = 0
+        for key in order[: max(1, self.limit // 10)]:
+            error = self._followed.pop(key).requests
+        return error
+
+    def top(self, n: int) -> list[Followed]:
+        """Return up to `n` prefixes by saved tokens, without those that say the same as a longer one."""
+        order = sorted(self._followed.values(), key=lambda one: (-one.saved_tokens, one.first))
+        covered = {
+            id(self._followed[one.parent])
+            for one in order
+            if one.parent in self._followed and one.requests >= 0.9 * self._followed[one.parent].requests
+        }
+        return [one for one in order if id(one) not in covered and one.requests > one.error + 1][:n]
+
+    def ends(self) -> list[int]:
+        """Return by prefix how many requests ended there, the first one included."""
+        return [one.ended + 1 for one in self._followed.values()]
+
+
+class Zipf(NamedTuple):
+    """A fitted exponent with its 95 % interval, over so many prefixes and requests."""
+
+    exponent: float
+    low: float
+    high: float
+    prefixes: int
+    requests: int
+
+
+def fit_zipf(counts: Sequence[int]) -> Zipf | None:
+    """Fit the exponent s of shares k ** -s to counts by rank, by maximum likelihood; None for fewer than three ranks.
+
+    The interval is of the sample alone: how well a power law describes the counts is not in it. O(n) a step.
+    """
+    ordered = np.sort(np.asarray(counts, dtype=float))[::-1]
+    n, total = len(ordered), float(ordered.sum())
+    if n < 3 or total <= n:
+        return None
+    logs = np.log(np.arange(1, n + 1))
+    wanted = float((ordered * logs).sum()) / total
+    low, high = -1.0, 20.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _moments(logs, middle)[0] > wanted:
+            low = middle
+        else:
+            high = middle
+    exponent = (low + high) / 2
+    half = _T95 / sqrt(max(total * _moments(logs, exponent)[1], 1e-12))
+    return Zipf(max(exponent, 0.0), max(exponent - half, 0.0), exponent + half, n, int(total))
+
+
+def _moments(logs: np.ndarray[tuple[int], np.dtype[np.float64]], exponent: float) -> tuple[float, float]:
+    """Mean and variance of the logarithm of the rank."""
+    weights = np.exp(-exponent * logs)
+    weights /= weights.sum()
+    mean = float((weights * logs).sum())
+    return mean, float((weights * (logs - mean) ** 2).sum())

@@ -1,0 +1,199 @@
+"""Prompts as keys of their prefixes: what an engine's prefix cache would compare, without the engine.
+
+Rules:
+1. Two prompts have the same key at a depth exactly when they begin with the same blocks, but for one chance in 2**64.
+2. Without a tokenizer four bytes stand for a token. Whoever shows figures says so.
+3. Everything is done on whole arrays; there is no loop over blocks.
+
+These keys are for counting only: they are not keyed by a secret and never leave the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixroute import UsageError
+
+from .records import Chat, Content, Trace
+
+Keys = NDArray[np.uint64]
+
+TOKEN_BYTES = 4
+"""Of a token, when bytes stand for tokens: about what English text has; the same as a packed token has."""
+
+TRACE_TOKENS = 512
+"""Tokens of an id in `hash_ids`, in the published traces."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+_ODD = np.random.default_rng(20).integers(0, 2**63, 4096, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+
+
+class Prompt(NamedTuple):
+    """A prompt: the key of each of its prefixes of whole blocks, its tokens, and tokens of a block."""
+
+    keys: Keys
+    tokens: int
+    block_tokens: int
+
+
+def mix(words: Keys) -> Keys:
+    """Return a permutation of 64-bit words in which every bit depends on every bit (splitmix64)."""
+    words = (words ^ (words >> np.uint64(30))) * _FIRST
+    words = (words ^ (words >> np.uint64(27))) * _SECOND
+    mixed: Keys = words ^ (words >> np.uint64(31))
+    return mixed
+
+
+def prefix_keys(blocks: Keys) -> Keys:
+    """Return the keys of all prefixes of a row of block values. O(blocks)."""
+    places = np.arange(1, len(blocks) + 1, dtype=np.uint64) * _GOLDEN
+    return mix(np.cumsum(mix(blocks + places), dtype=np.uint64))
+
+
+def salted(keys: Keys, salt: int) -> Keys:
+    """Return keys that share nothing with those of another salt."""
+    return mix(keys + np.uint64(salt))
+
+
+class PromptReader:
+    """Turns contents of requests into prompts.
+
+    `tokenizer` is a ``tokenizer.json`` of Hugging Face's `tokenizers`, or its folder; `template` a Jinja chat template,
+    or a ``tokenizer_config.json`` that has one. Raises `UsageError` for files that cannot be used.
+    """
+
+    def __init__(self, block_tokens: int = 16, tokenizer: Path | None = None, template: Path | None = None) -> None:
+        if not 1 <= block_tokens <= 4096:
+            raise UsageError("a block has from 1 to 4096 tokens")
+        self.block_tokens = block_tokens
+        self.trace_tokens = TRACE_TOKENS
+        self.by_bytes = tokenizer is None
+        self._tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
+        self._template = None if template is None else _template(template)
+        self._width = 8 if block_tokens % 2 == 0 else 4
+
+    def text(self, content: Content) -> str:
+        """Return what a prompt says, empty where only ids are known."""
+        if isinstance(content, str):
+            return content
+        if isinstance(content, Chat):
+            return self._template(content) if self._template is not None else plain_chat(content)
+        if isinstance(content, Trace) or self._tokenizer is None:
+            return ""
+        return str(self._tokenizer.decode(content[:4096]))
+
+    def read(self, content: Content) -> Prompt:
+        """Return the prompt of a content. O(length)."""
+        if isinstance(content, Trace):
+            blocks = np.array(content.ids, dtype=np.int64).view(np.uint64)
+            return Prompt(prefix_keys(blocks), content.tokens or len(blocks) * self.trace_tokens, self.trace_tokens)
+        if isinstance(content, list):
+            packed = np.array(content, dtype="<u4").tobytes()
+        elif self._tokenizer is not None:
+            # The template has written the special tokens; a completion's text gets those that the engine adds.
+            whole = isinstance(content, str)
+            packed = np.array(
+                self._tokenizer.encode(self.text(content), add_special_tokens=whole).ids, dtype="<u4"
+            ).tobytes()
+        else:
+            packed = self.text(content).encode("utf-8", "surrogatepass")
+        size = self.block_tokens * TOKEN_BYTES
+        n = len(packed) // size
+        words = np.frombuffer(packed, dtype=f"<u{self._width}", count=n * size // self._width).astype(np.uint64)
+        columns = size // self._width
+        # A multiplier for each place, a random linear hash, does little with what differs in high bits alone.
+        words = words * _GOLDEN
+        words ^= words >> np.uint64(32)
+        blocks = (words.reshape(n, columns) * _ODD[:columns]).sum(axis=1, dtype=np.uint64)
+        return Prompt(prefix_keys(blocks), -(-len(packed) // TOKEN_BYTES), self.block_tokens)
+
+
+def plain_chat(chat: Chat) -> str:
+    """Return a chat as text, in the order that most templates have: tools, then each message with its role."""
+    parts = [f"<|tools|>{msgspec.json.encode(chat.tools).decode()}\n"] if chat.tools else []
+    for message in chat.messages:
+        parts.append(f"<|{message.get('role', '')}|>\n")
+        content = message.get("content")
+        parts.append(content if isinstance(content, str) else _parts(content))
+        if message.get("tool_calls"):
+            parts.append(msgspec.json.encode(message["tool_calls"]).decode())
+        parts.append("\n")
+    parts.append("<|assistant|>\n")
+    return "".join(parts)
+
+
+def _parts(content: Any) -> str:
+    """Pictures and the like enter as what names them."""
+    if not isinstance(content, list):
+        return "" if content is None else msgspec.json.encode(content).decode()
+    return "".join(
+        part["text"]
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+        else msgspec.json.encode(part).decode()
+        for part in content
+    )
+
+
+def _tokenizer(path: Path) -> Any:
+    try:
+        tokenizers: Any = importlib.import_module("tokenizers")
+    except ImportError:
+        raise UsageError("--tokenizer needs its extra, run: pip install 'prefixroute[tokenizer]'") from None
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:
+        raise UsageError(f"{file} is no tokenizer.json: {error}") from None
+
+
+def _template(path: Path) -> Any:
+    try:
+        sandbox: Any = importlib.import_module("jinja2.sandbox")
+        exceptions: Any = importlib.import_module("jinja2.exceptions")
+    except ImportError:
+        raise UsageError("--chat-template needs Jinja, run: pip install jinja2") from None
+    try:
+        source = path.read_text(encoding="utf-8")
+        told = msgspec.json.decode(source) if path.suffix == ".json" else {"chat_template": source}
+        template = told["chat_template"]
+        if not isinstance(template, str):
+            raise UsageError(f"{path} has several chat templates: write the one that is used to a file")
+        environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = lambda value, **_: msgspec.json.encode(value).decode()
+        compiled = environment.from_string(template)
+    except (OSError, LookupError, TypeError, msgspec.MsgspecError, exceptions.TemplateError) as error:
+        raise UsageError(f"{path} has no chat template that can be used: {error}") from None
+    special = {name: _token(told.get(name)) for name in ("bos_token", "eos_token")}
+
+    def apply(chat: Chat) -> str:
+        try:
+            return str(
+                compiled.render(
+                    messages=chat.messages, tools=list(chat.tools) or None, add_generation_prompt=True, **special
+                )
+            )
+        except Exception as error:
+            raise TemplateRefusal(str(error)) from None
+
+    return apply
+
+
+class TemplateRefusal(Exception):  # noqa: N818 - a line's, not ours
+    """The chat template does not take these messages."""
+
+
+def _refuse(reason: str) -> None:
+    raise TemplateRefusal(reason)
+
+
+def _token(value: Any) -> str:
+    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")

@@ -1,0 +1,157 @@
+"""A line of a request log as a request: when, for whom, of which model, and the prompt.
+
+Rules:
+1. A line that is no request raises `BadLine` with a short reason; the caller counts it. Nothing else is raised.
+2. The tables below are the names that logs use; the first that is there counts.
+3. A body may be the line itself, or be in one of BODIES, as an object or as JSON in a string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+
+import msgspec
+
+BODIES = ("body", "request", "request_body", "requestBody", "kwargs", "input")
+TIMES = ("timestamp", "ts", "time", "created_at", "start_time", "startTime", "@timestamp", "created", "arrival_time_ns")
+TENANTS = ("tenant", "tenant_id", "organization", "org_id", "team_id", "cache_salt", "user", "user_id")
+PROMPTS = ("messages", "prompt", "input", "hash_ids", "prompt_token_ids", "input_tok_ids")
+
+
+class BadLine(Exception):  # noqa: N818 - it is no error of ours
+    """A line that is no request; the message is its reason."""
+
+
+class Chat(NamedTuple):
+    """A chat body: its messages, and the tools that it offers."""
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[Any]
+
+
+class Trace(NamedTuple):
+    """A prompt of which only ids of its prefix blocks are known, and its length in tokens (0: unknown)."""
+
+    ids: Sequence[int]
+    tokens: int
+
+
+Content = Chat | Trace | str | list[int]
+"""What a prompt is of: a chat, a trace's ids, a text, or tokens."""
+
+
+class Record(NamedTuple):
+    """A request. `at` is in seconds, None where the log does not say; `model` and `tenant` are empty then."""
+
+    at: float | None
+    model: str
+    tenant: str
+    contents: Sequence[Content]
+
+
+_decode = msgspec.json.Decoder().decode
+
+
+def parse(data: bytes, tenant_field: str = "") -> Record:
+    """Read a line. A completion body with several prompts gives several contents. Raises `BadLine`."""
+    try:
+        outer = _decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise BadLine("no JSON") from None
+    if not isinstance(outer, dict):
+        raise BadLine("no JSON object")
+    body = _body(outer)
+    contents = _contents(body)
+    layers = (outer, body) if body is not outer else (outer,)
+    names = (tenant_field,) if tenant_field else TENANTS
+    return Record(
+        _time(layers, isinstance(contents[0], Trace)), _name(layers, ("model",)), _name(layers, names), contents
+    )
+
+
+def _body(outer: dict[str, Any]) -> dict[str, Any]:
+    if any(name in outer for name in ("messages", "prompt", "hash_ids")):
+        return outer
+    for name in BODIES:
+        inner = outer.get(name)
+        if isinstance(inner, str) and inner[:1] == "{":
+            try:
+                inner = _decode(inner)
+            except (msgspec.MsgspecError, ValueError, RecursionError):
+                raise BadLine(f"no JSON in {name!r}") from None
+        if isinstance(inner, dict):
+            return _body(inner)
+    return outer
+
+
+def _contents(body: dict[str, Any]) -> Sequence[Content]:
+    name = next((name for name in PROMPTS if body.get(name) is not None), None)
+    if name is None:
+        raise BadLine("no prompt: neither of " + ", ".join(PROMPTS[:4]))
+    prompt = body[name]
+    if name == "hash_ids":
+        return (_trace(prompt, body.get("input_length") or 0),)
+    if isinstance(prompt, str):
+        return (prompt,)
+    if not isinstance(prompt, list) or not prompt:
+        raise BadLine(f"{name} is neither text nor a list")
+    if all(isinstance(part, dict) for part in prompt):
+        tools = body.get("tools")
+        return (Chat(prompt, tools if isinstance(tools, list) else ()),)
+    if all(isinstance(part, str) for part in prompt):
+        return tuple(prompt)
+    many = prompt if all(isinstance(part, list) for part in prompt) else [prompt]
+    for tokens in many:
+        if not all(type(token) is int and 0 <= token < 2**32 for token in tokens):
+            raise BadLine(f"{name} has what is neither text nor tokens")
+    return tuple(many)
+
+
+def _trace(ids: Any, tokens: Any) -> Trace:
+    if not isinstance(ids, list) or not all(type(i) is int and -(2**63) <= i < 2**63 for i in ids):
+        raise BadLine("hash_ids is no list of whole numbers")
+    if not isinstance(tokens, int) or not 0 <= tokens < 2**40:
+        raise BadLine("input_length is no number of tokens")
+    return Trace(ids, tokens)
+
+
+def _name(layers: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    for name in names:
+        for layer in layers:
+            value = layer.get(name)
+            if isinstance(value, (str, int)) and value != "":
+                return str(value)[:200]
+    return ""
+
+
+def _time(layers: Sequence[dict[str, Any]], milliseconds: bool) -> float | None:
+    for name in TIMES:
+        for layer in layers:
+            value = layer.get(name)
+            if isinstance(value, str):
+                found = _date(value)
+                if found is not None:
+                    return found
+            elif isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e20:
+                return value / (1e9 if name.endswith("_ns") else 1e3 if milliseconds else _unit(value))
+    return None
+
+
+def _unit(value: float) -> float:
+    """Of a Unix time by its size: seconds, milliseconds, microseconds or nanoseconds in a second."""
+    size = abs(value)
+    return 1.0 if size < 1e11 else 1e3 if size < 1e14 else 1e6 if size < 1e17 else 1e9
+
+
+def _date(text: str) -> float | None:
+    try:
+        return float(text) / _unit(float(text))
+    except ValueError:
+        pass
+    try:
+        found = datetime.fromisoformat(text[:-1] + "+00:00" if text.endswith("Z") else text)
+    except ValueError:
+        return None
+    return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()

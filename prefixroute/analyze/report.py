@@ -1,0 +1,218 @@
+"""The report of a log: plain frozen data, which text, JSON and HTML are made of.
+
+Rules:
+1. Hit rates are of blocks, unless the name says tokens: leading blocks that were had before, of all blocks.
+2. Rates are for one cache; sizes are in tokens. `error` is half of a 95 % interval, 0.0 where exact.
+3. Texts are in it only when asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from .collect import Log, ModelLog
+from .gain import Gain, GainSettings, simulate
+from .prefixes import Zipf, fit_zipf
+from .stack import SIZES, Curve
+from .verdict import Verdict, judge
+
+SMALLEST = 16
+"""Blocks of the smallest cache that is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A cache size in tokens, and its hit rate."""
+
+    tokens: int
+    hit_rate: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """A prefix that several requests begin with. `share` is of all prompt tokens; `first` is where it was first met."""
+
+    tokens: int
+    requests: int
+    saved_tokens: int
+    share: float
+    first: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TenantReport:
+    """A tenant: hit rates of an endless cache, shared with the others and alone; `curve` is of its own requests."""
+
+    tenant: str
+    requests: int
+    prompt_tokens: int
+    hit_rate_shared: float
+    hit_rate_alone: float
+    curve: list[Point]
+
+
+@dataclass(frozen=True, slots=True)
+class ZipfReport:
+    """How skewed sharing is: the exponent over prefixes by rank, with its 95 % interval."""
+
+    exponent: float
+    low: float
+    high: float
+    prefixes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """A model's requests. `curve_apart` is of a cache in which tenants share nothing, empty for one tenant."""
+
+    model: str
+    requests: int
+    prompt_tokens: int
+    block_tokens: int
+    blocks: int
+    distinct_blocks: int
+    span_s: float | None
+    exact: bool
+    hit_rate: float
+    hit_error: float
+    token_hit_rate: float
+    curve: list[Point]
+    curve_apart: list[Point]
+    isolation_cost: float
+    isolation_cost_most: float
+    zipf: ZipfReport | None
+    prefixes: list[SharedPrefix]
+    tenant_count: int
+    tenants: list[TenantReport]
+    gain: Gain | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class BadLines:
+    """Lines that are no requests: how many for each reason, and the first ones as (file, line, reason)."""
+
+    count: int
+    reasons: dict[str, int]
+    first: list[tuple[str, int, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that is known of a log. `unit` says what a token is in it."""
+
+    files: list[str]
+    lines: int
+    requests: int
+    bad: BadLines
+    unit: str
+    models: list[ModelReport]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a report has: so many prefixes and tenants, and the simulation, None for none."""
+
+    prefixes: int = 10
+    tenants: int = 10
+    gain: GainSettings | None = None
+    workers: int = 1
+
+
+def build(
+    log: Log,
+    files: Sequence[str],
+    unit: str,
+    wanted: Wanted,
+    progress: Callable[[str], Callable[[int], None] | None] | None = None,
+) -> Report:
+    """Make the report of a log; simulations are run here.
+
+    `progress(model)` gives what is told how many of its seeds are done.
+    """
+    models = sorted(log.models.items(), key=lambda item: -item[1].totals.tokens)
+    reports = []
+    for name, model in models:
+        gain = None
+        if wanted.gain is not None:
+            told = progress(name) if progress is not None else None
+            gain = simulate(model.kept, wanted.gain, wanted.workers, told)
+        reports.append(_model(name, model, gain, wanted))
+    bad = BadLines(sum(log.bad.values()), dict(log.bad.most_common()), list(log.shown))
+    return Report(list(files), log.lines, log.requests, bad, unit, reports)
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Return a report as plain JSON values."""
+    found: dict[str, Any] = msgspec.to_builtins(report)
+    return found
+
+
+def _model(name: str, model: ModelLog, gain: Gain | None, wanted: Wanted) -> ModelReport:
+    totals, size = model.totals, model.block_tokens
+    curve, alone = model.shared.curve(), model.apart.curve()
+    several = len(model.tenants) > 1
+    costs = [shared - apart for shared, apart in zip(curve.rates, alone.rates, strict=True)] if several else [0.0]
+    points = _points(curve, size)
+    span = None if model.first_at is None or model.last_at is None else model.last_at - model.first_at
+    zipf = fit_zipf(model.prefixes.ends())
+    return ModelReport(
+        name,
+        totals.requests,
+        totals.tokens,
+        size,
+        totals.blocks,
+        round(curve.distinct_blocks),
+        span,
+        curve.exact,
+        curve.rates[-1],
+        curve.error[-1],
+        curve.rates[-1] * totals.blocks * size / totals.tokens if totals.tokens else 0.0,
+        points,
+        _points(alone, size, curve.distinct_blocks) if several else [],
+        costs[-1],
+        max(costs),
+        None if zipf is None else _zipf(zipf),
+        [
+            SharedPrefix(
+                one.tokens, one.requests, one.saved_tokens, one.saved_tokens / totals.tokens, one.first, one.text
+            )
+            for one in model.prefixes.top(wanted.prefixes)
+        ],
+        len(model.tenants),
+        _tenants(model, wanted.tenants) if several else [],
+        gain,
+        judge(curve.rates[-1], gain),
+    )
+
+
+def _zipf(zipf: Zipf) -> ZipfReport:
+    return ZipfReport(zipf.exponent, zipf.low, zipf.high, zipf.prefixes)
+
+
+def _points(curve: Curve, block_tokens: int, distinct: float | None = None) -> list[Point]:
+    """From the smallest size to the first that holds everything."""
+    found = []
+    most = curve.distinct_blocks if distinct is None else distinct
+    for size, rate, error in zip(SIZES, curve.rates, curve.error, strict=True):
+        if size >= SMALLEST:
+            found.append(Point(size * block_tokens, rate, error))
+            if size >= most:
+                break
+    return found
+
+
+def _tenants(model: ModelLog, most: int) -> list[TenantReport]:
+    largest = sorted(model.tenants.items(), key=lambda item: (-item[1].tokens, item[0]))[:most]
+    found = []
+    for name, tenant in largest:
+        shared, alone = model.shared.curve(name), model.apart.curve(name)
+        points = _points(shared, model.block_tokens)
+        found.append(TenantReport(name, tenant.requests, tenant.tokens, shared.rates[-1], alone.rates[-1], points))
+    return found

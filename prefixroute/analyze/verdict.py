@@ -1,0 +1,104 @@
+"""What to do about a model's traffic, in plain words, and why.
+
+Rules:
+1. The first line of the table whose condition holds is the verdict.
+2. Prefix routing is judged by what it adds to local caches and to balancing by load alone.
+
+| condition | verdict |
+|---|---|
+| no prompt has a whole block, or an endless cache would hit less than RARE | local caches suffice |
+| prefixes make routing pay at a delay that was tried, and hits rise by RISE | route, up to the break-even delay |
+| what was simulated repeats less than half as much as the whole log | unknown: simulate more |
+| one cache of the fleet's size, or an endless one, would hit FAR more than local ones | a bigger or central cache |
+| else | local caches suffice |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from .gain import Gain
+
+RARE = 0.05
+"""Hit rate of an endless cache under which prompts count as one-off."""
+
+FAR = 0.05
+"""Difference of hit rates that is worth another cache."""
+
+
+RISE = 0.01
+"""Least rise of the token hit rate by routing: without it, a gain is that of better balancing."""
+
+
+class Advice(Enum):
+    """What to do."""
+
+    LOCAL = "local caches suffice"
+    ROUTE = "route"
+    BIGGER = "a bigger or central cache is better"
+    UNKNOWN = "not simulated"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Advice, said in a sentence, with its reason."""
+
+    advice: Advice
+    says: str
+    reason: str
+
+
+def judge(hit_rate: float, gain: Gain | None) -> Verdict:
+    """Return the verdict for a model whose endless cache hits so much; `gain` is None when nothing was simulated."""
+    if hit_rate < RARE:
+        return Verdict(
+            Advice.LOCAL,
+            "Local caches suffice: do not route by prefix.",
+            f"Prompts are one-off: even an endless cache would hit {hit_rate:.1%} of the blocks.",
+        )
+    if gain is None:
+        return Verdict(
+            Advice.UNKNOWN,
+            "Prefixes repeat; whether routing pays was not simulated.",
+            f"An endless cache would hit {hit_rate:.1%} of the blocks.",
+        )
+    hits = (
+        f"local caches hit {gain.local_hit_rate:.1%} of the tokens, one cache of the {gain.nodes} nodes' size "
+        f"{gain.pooled_hit_rate:.1%}, an endless one {gain.endless_hit_rate:.1%}"
+    )
+    tried = (
+        f"{gain.delays[0].delay_ms:g} to {gain.delays[-1].delay_ms:g} ms"
+        if len(gain.delays) > 1
+        else (f"{gain.delays[0].delay_ms:g} ms")
+    )
+    best = min((row for row in gain.delays if row.pays), key=lambda row: row.by_prefixes, default=None)
+    if best is not None and gain.break_even_ms is not None and best.hit_rate - gain.local_hit_rate >= RISE:
+        end = "at least" if gain.open_ended else "about"
+        far = [row.delay_ms for row in gain.delays if row.delay_ms > gain.break_even_ms]
+        beyond = f" Farther nodes, {far[0]:g} ms say, should keep to themselves." if far else ""
+        return Verdict(
+            Advice.ROUTE,
+            f"Route between nodes up to {end} {gain.break_even_ms:.3g} ms apart (one way).{beyond}",
+            f"At {best.delay_ms:g} ms the mean time to first token falls by {1 - best.by_prefixes:.1%} beyond what "
+            f"balancing or nothing at all would give, and {best.hit_rate:.1%} of the tokens hit; {hits}.",
+        )
+    if gain.endless_hit_rate < hit_rate / 2:
+        return Verdict(
+            Advice.UNKNOWN,
+            "Too few requests were simulated to tell: try more (--requests).",
+            f"They would hit {gain.endless_hit_rate:.1%} in an endless cache, the whole log {hit_rate:.1%}.",
+        )
+    wanting = max(gain.pooled_hit_rate, gain.endless_hit_rate) - gain.local_hit_rate
+    if wanting >= FAR:
+        kind = "central" if gain.pooled_hit_rate - gain.local_hit_rate >= FAR else "bigger"
+        return Verdict(
+            Advice.BIGGER,
+            f"Do not route over {tried}: a {kind} cache is better.",
+            f"Prefixes do not make forwarding pay at any delay tried, but {hits}.",
+        )
+    return Verdict(
+        Advice.LOCAL,
+        f"Local caches suffice: do not route over {tried}.",
+        f"There is little left to gain: {hits}.",
+    )

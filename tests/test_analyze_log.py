@@ -1,0 +1,263 @@
+"""Reading request logs: every form of a request, what is none, compressed files, and what is counted of them."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixroute import UsageError
+from prefixroute.analyze import Collector, Limits, Log, PromptReader
+from prefixroute.analyze.prefixes import TopPrefixes, fit_zipf
+from prefixroute.analyze.records import BadLine, Chat, Trace, parse
+from prefixroute.analyze.sources import Joined, lines
+
+FRONT = "You are a careful assistant who answers in short plain sentences and names every source. " * 8
+
+
+def body(text: str, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": FRONT}, {"role": "user", "content": text}]
+    return {"model": "m", "messages": messages} | more
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def read(path: Path, limits: Limits | None = None, **reader: Any) -> Log:
+    return Collector(PromptReader(**reader), limits or Limits()).read([path])
+
+
+# --- records -----------------------------------------------------------------------------------------------
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "contents"),
+    [
+        ({"messages": CHAT}, (Chat(CHAT, ()),)),
+        ({"messages": CHAT, "tools": [{"type": "function"}]}, (Chat(CHAT, [{"type": "function"}]),)),
+        ({"prompt": "hi"}, ("hi",)),
+        ({"prompt": ["a", "b"]}, ("a", "b")),
+        ({"prompt": [1, 2, 3]}, ([1, 2, 3],)),
+        ({"prompt": [[1, 2], [3]]}, ([1, 2], [3])),
+        ({"input": "hi"}, ("hi",)),
+        ({"custom_id": "1", "method": "POST", "body": {"messages": CHAT}}, (Chat(CHAT, ()),)),
+        ({"request": json.dumps({"prompt": "hi"})}, ("hi",)),
+        ({"timestamp": 5, "input_length": 700, "output_length": 3, "hash_ids": [0, 9]}, (Trace([0, 9], 700),)),
+    ],
+    ids=str,
+)
+def test_a_request_is_read_in_every_form(row: dict[str, Any], contents: tuple[Any, ...]) -> None:
+    assert tuple(parse(json.dumps(row).encode()).contents) == contents
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{", "no JSON"),
+        (b"\xff\xfe", "no JSON"),
+        (b"[" * 100_000, "no JSON"),
+        (b"[1]", "no JSON object"),
+        (b'{"model": "m"}', "no prompt"),
+        (b'{"messages": []}', "neither text nor a list"),
+        (b'{"messages": 5}', "neither text nor a list"),
+        (b'{"prompt": [1, -2]}', "neither text nor tokens"),
+        (b'{"prompt": [true]}', "neither text nor tokens"),
+        (b'{"hash_ids": [1, "2"]}', "no list of whole numbers"),
+        (b'{"hash_ids": [99999999999999999999]}', "no list of whole numbers"),
+        (b'{"hash_ids": [1], "input_length": -1}', "no number of tokens"),
+        (b'{"body": "{"}', "no JSON in 'body'"),
+    ],
+)
+def test_what_is_no_request_has_its_reason(line: bytes, reason: str) -> None:
+    with pytest.raises(BadLine, match=reason):
+        parse(line)
+
+
+@pytest.mark.parametrize(
+    ("time", "at"),
+    [
+        ({"timestamp": 1_700_000_000}, 1.7e9),
+        ({"timestamp": 1_700_000_000_500}, 1_700_000_000.5),
+        ({"ts": "1700000000.5"}, 1_700_000_000.5),
+        ({"created_at": "2023-11-14T22:13:20Z"}, 1.7e9),
+        ({"time": "2023-11-14T23:13:20+01:00"}, 1.7e9),
+        ({"time": "yesterday"}, None),
+        ({"time": True}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_times_are_read_by_their_size_or_as_dates(time: dict[str, Any], at: float | None) -> None:
+    assert parse(json.dumps({"prompt": "hi"} | time).encode()).at == at
+
+
+def test_times_of_traces_are_milliseconds() -> None:
+    assert parse(b'{"timestamp": 1500, "hash_ids": [1]}').at == 1.5
+
+
+def test_the_tenant_is_the_first_field_that_there_is_or_the_one_named() -> None:
+    row = json.dumps({"prompt": "hi", "user": "u", "organization": "o", "team": 7}).encode()
+    assert parse(row).tenant == "o"
+    assert parse(row, "team").tenant == "7"
+    assert parse(row, "nothing").tenant == ""
+
+
+# --- prompts -----------------------------------------------------------------------------------------------
+
+
+def test_keys_are_equal_as_far_as_prompts_are_and_no_further() -> None:
+    rng = random.Random(1)
+    for block_tokens in (1, 2, 3, 16):
+        reader = PromptReader(block_tokens)
+        for _ in range(50):
+            text = "".join(rng.choice("ab") for _ in range(900))
+            at = rng.randrange(900)
+            other = text[:at] + "c" + text[at + 1 :]
+            one, two = reader.read(text).keys, reader.read(other).keys
+            assert (one == two).tolist() == [i < at // (4 * block_tokens) for i in range(len(one))]
+
+
+def test_a_block_moved_to_another_place_has_another_key() -> None:
+    reader = PromptReader(4)
+    a, b = "a" * 16, "b" * 16
+    assert reader.read(a + b).keys[1] != reader.read(b + a).keys[1]
+    assert reader.read(a + a).keys[0] != reader.read(a + a).keys[1]
+
+
+def test_a_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"one": 1, "two": 2, "?": 0}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    reader = PromptReader(2, tokenizer=tmp_path)
+    prompt = reader.read("one two two one one")
+    assert (prompt.tokens, len(prompt.keys)) == (5, 2)
+    assert prompt.keys.tolist() == PromptReader(2).read([1, 2, 2, 1, 1]).keys.tolist()
+
+
+@pytest.mark.parametrize("option", ["tokenizer", "template"])
+def test_a_file_that_is_none_is_refused(tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    if option == "template":
+        monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
+    with pytest.raises(UsageError, match="tokenizer" if option == "tokenizer" else "pip install jinja2"):
+        PromptReader(**{option: tmp_path / "x.json"})
+
+
+# --- files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)])
+def test_compressed_files_are_read(tmp_path: Path, suffix: str, pack: Any) -> None:
+    path = tmp_path / f"log.jsonl{suffix}"
+    path.write_bytes(pack(b"one\n\ntwo"))
+    assert [(line.number, line.data) for line in lines([path])] == [(1, b"one\n"), (2, b"\n"), (3, b"two")]
+    path.write_bytes(pack(b"one\n" * 9000)[:-9])
+    with pytest.raises(UsageError, match="cannot read"):
+        list(lines([path]))
+
+
+def test_zst_says_what_to_install_where_nothing_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("compression.zstd", "backports.zstd", "pyzstd", "zstandard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UsageError, match="pip install zstandard"):
+        list(lines([write(tmp_path / "log.zst", ["x"])]))
+
+
+def test_what_can_only_be_read_has_lines() -> None:
+    joined = Joined(io.BytesIO(b"one\n\nthree four\nfive"))
+    assert [joined.readline(8) for _ in range(6)] == [b"one\n", b"\n", b"three fo", b"ur\n", b"five", b""]
+
+
+def test_progress_ends_with_all_bytes(tmp_path: Path) -> None:
+    paths = [write(tmp_path / name, ["x"] * 700) for name in ("a", "b")]
+    told: list[int] = []
+    assert len(list(lines(paths, told.append))) == 1400
+    assert told == sorted(told)
+    assert told[-1] == 2800
+
+
+def test_a_line_that_is_too_long_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixroute.analyze.sources.LINE_BYTES", 8)
+    path = tmp_path / "log"
+    path.write_bytes(b"1234567\n" + b"x" * 40 + b"\nlast\n")
+    assert [line.data for line in lines([path])] == [b"1234567\n", None, b"last\n"]
+
+
+# --- what is counted ---------------------------------------------------------------------------------------
+
+
+def test_bad_lines_are_counted_and_shown_with_their_numbers(tmp_path: Path) -> None:
+    log = read(write(tmp_path / "log", [body("a"), "{", "", {"model": "m"}, body("b")]))
+    assert (log.lines, log.requests) == (4, 2)
+    assert sum(log.bad.values()) == 2
+    assert [number for _, number, _ in log.shown] == [2, 4]
+
+
+def test_tenants_that_share_nothing_hit_less(tmp_path: Path) -> None:
+    log = read(write(tmp_path / "log", [body(f"{i} {'x' * 90}", user=f"u{i % 3}") for i in range(30)]))
+    model = log.models["m"]
+    shared, apart = model.shared.curve(), model.apart.curve()
+    blocks = len(PromptReader().read(FRONT).keys)
+    assert shared.rates[-1] * model.totals.blocks == pytest.approx(29 * blocks)
+    assert apart.rates[-1] * model.totals.blocks == pytest.approx(27 * blocks)
+    assert {name: tenant.requests for name, tenant in model.tenants.items()} == {"u0": 10, "u1": 10, "u2": 10}
+    assert model.shared.curve("u0").rates[-1] < model.shared.curve("u1").rates[-1], "the first request is u0's"
+
+
+def test_models_share_nothing(tmp_path: Path) -> None:
+    log = read(write(tmp_path / "log", [body("a"), body("a", model="n"), {"hash_ids": [1], "model": "m"}]))
+    assert sorted(log.models) == ["m", "m (512-token blocks)", "n"]
+    assert all(model.shared.curve().rates[-1] == 0 for model in log.models.values())
+
+
+def test_the_shared_front_is_the_top_prefix_and_its_text_is_kept_only_when_asked(tmp_path: Path) -> None:
+    path = write(tmp_path / "log", [body(f"{i} {'y' * 200}") for i in range(20)])
+    for texts in (False, True):
+        (top, *_) = read(path, Limits(texts=texts)).models["m"].prefixes.top(3)
+        assert (top.requests, top.first) == (20, "log:2")
+        assert top.tokens == len(PromptReader().read(f"<|system|>\n{FRONT}").keys) * 16
+        assert ("careful assistant" in top.text) is texts
+
+
+def test_exact_stacks_are_given_up_when_they_grow(tmp_path: Path) -> None:
+    path = write(tmp_path / "log", [body(f"{i} {'z' * 200}") for i in range(200)])
+    sampled = read(path, Limits(exact_blocks=300, sample_blocks=200)).models["m"]
+    exact = read(path, Limits(method="exact", exact_blocks=300)).models["m"]
+    assert not sampled.shared.exact
+    assert exact.shared.curve().exact
+    assert abs(sampled.shared.curve().rates[-1] - exact.shared.curve().rates[-1]) < 0.05
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.5, 2.0])
+def test_the_exponent_of_drawn_counts_is_found(exponent: float) -> None:
+    rng = random.Random(5)
+    weights = [(k + 1) ** -exponent for k in range(57)]
+    drawn = rng.choices(range(57), weights, k=20_000)
+    fitted = fit_zipf([drawn.count(k) for k in range(57) if k in drawn])
+    assert fitted is not None
+    assert fitted.exponent == pytest.approx(exponent, abs=0.06)
+    assert fitted.low <= fitted.exponent <= fitted.high
+    assert fit_zipf([5, 3]) is None
+
+
+def test_prefixes_that_are_followed_are_bounded_and_the_heaviest_stay() -> None:
+    top = TopPrefixes(limit=50)
+    for i in range(3000):
+        key = 1 if i % 3 == 0 else 100 + i
+        top.add([key, 10**6 + i], 1, 16, f"log:{i}")
+    assert top.top(1)[0].requests >= 1000
+    assert len(top.ends()) <= 50
