@@ -21,7 +21,7 @@ PACKAGE = ROOT / "prefixroute"
 EDGES = {"__init__", "aio", "cli", "metrics", "replay", "testing"}
 """Modules of the package that are no part of the core, beside the folders. A module that is new is core until said."""
 
-FOLDERS = {"emulator", "plan", "sim"}
+FOLDERS = {"analyze", "emulator", "plan", "sim"}
 """Folders of the package: edges, all of them."""
 
 CORE = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem not in EDGES}
