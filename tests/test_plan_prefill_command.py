@@ -93,7 +93,7 @@ def test_lengths_come_from_a_file_beside_it(edited: object, tmp_path: Path) -> N
         ("sigma = 1.00", "", "[workload]", r"give mu and sigma, or file"),
         ("[8192, 0.72]", "[512, 0.72]", "prefill_s =", r"pool\.prefill_s: a table's tokens must rise"),
         ("[8192, 308.9]", "[8192, -308.9]", "kv_mib =", r"model\.kv_mib: a table needs costs of 0 or more"),
-        ("[8192, 0.72]", "[8192]", "prefill_s =", r"pool\.prefill_s: expected `array` of length 2"),
+        ("[8192, 0.72]", "[8192]", "prefill_s =", r"pool\.prefill_s\[1\]: expected `array` of length 2"),
         ("kv_mib =", "# kv_mib =", "[model]", r"no size of KV: give kv_mib = "),
         ("prefill_coefficients =", "# no", "[local]", r"no time of prefill: give prefill_s = .*times_pool = 2\.3"),
         ("gbit_per_s = 100", "gbit_per_s = 0", "gbit_per_s =", r"link\.gbit_per_s: must be above 0"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -18,10 +17,9 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from prefixroute.errors import UsageError
-
 from .fleet import Floats, Problem, with_requests
 from .load import DesignLoad, design_load, share_out
+from .settings_file import Kind, Source, read_settings
 
 GB = 1e9
 
@@ -110,90 +108,27 @@ class Fleet(NamedTuple):
     raw_rtt_ms: Floats
 
 
-class _Source:
-    """A file's text, to find lines in."""
-
-    def __init__(self, path: Path, text: str) -> None:
-        self._path = path
-        self._lines = text.splitlines()
-
-    def error(self, where: str, what: str) -> UsageError:
-        """Return an error at a key such as ``model.blocks`` or ``servers[2].site``; at its table if it is not there."""
-        line = self._line(where)
-        place = f"{self._path}:{line}" if line else str(self._path)
-        return UsageError(f"{place}: {where}: {what}" if where else f"{place}: {what}")
-
-    def _line(self, where: str) -> int:
-        found = re.match(r"(\w+)(?:\[(\d+)\])?(?:\.(\w+))?", where)
-        if not found:
-            return 0
-        table, index, key = found[1], int(found[2] or 0), found[3]
-        header, seen, inside = 0, -1, False
-        for number, text in enumerate(self._lines, 1):
-            named = re.match(r"\s*\[\[?\s*([\w.-]+)\s*\]", text)
-            if named:
-                seen += named[1] == table
-                inside = named[1] == table and seen == index
-                header = number if inside else header
-                continue
-            assigned = re.match(r"\s*[\"']?([\w-]+)[\"']?\s*[=:]", text)
-            if assigned and ((inside and assigned[1] == key) or (seen < 0 and not key and assigned[1] == table)):
-                return number
-        return header
-
-
 def read_fleet(path: Path) -> Fleet:
     """Read a file and build its problem. Raises `UsageError`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 at byte {error.start}: save it as UTF-8") from None
-    source = _Source(path, text)
-    try:
-        tree = json.loads(text) if path.suffix == ".json" else msgspec.toml.decode(text)
-        file = msgspec.convert(tree, FleetFile)
-    except ImportError:
-        raise UsageError(
-            "with Python 3.10 TOML needs the extra sim: pip install 'prefixroute[sim]'; JSON does not"
-        ) from None
-    except msgspec.ValidationError as error:
-        raise _explained(source, str(error)) from None
-    except (msgspec.MsgspecError, ValueError) as error:
-        at = re.search(r"line (\d+)", str(error))
-        raise UsageError(f"{path}{':' + at[1] if at else ''}: not valid {path.suffix[1:].upper()}: {error}") from None
+    file, source = read_settings(path, FleetFile, _KIND)
     return _built(file, source)
 
 
-_TABLES: dict[str, type[_Part]] = {
-    "": FleetFile,
-    "clients": Client,
-    "links": Link,
-    "model": Model,
-    "network": Network,
-    "servers": Server,
-    "workload": Workload,
-}
+_KIND = Kind(
+    {
+        "": FleetFile,
+        "clients": Client,
+        "links": Link,
+        "model": Model,
+        "network": Network,
+        "servers": Server,
+        "workload": Workload,
+    },
+    "examples/plan/fleet.toml",
+)
 
 
-def _explained(source: _Source, message: str) -> UsageError:
-    """Turn ``Expected X, got Y - at `$.servers[1].site` `` into a line and a fix."""
-    what, _, at = message.partition(" - at `")
-    where = at.rstrip("`").removeprefix("$").removeprefix(".")
-    table = re.sub(r"\[.*|\..*", "", where)
-    unknown = re.search(r"unknown field `(.*?)`", what)
-    if unknown:
-        known = ", ".join(_TABLES.get(table, FleetFile).__struct_fields__)
-        return source.error(f"{where}.{unknown[1]}".lstrip("."), f"unknown key; known are {known}")
-    missing = re.search(r"missing required field `(.*?)`", what)
-    if missing:
-        kind = "key" if where else "table"
-        return source.error(where, f"the {kind} {missing[1]} is missing: add it (see examples/plan/fleet.toml)")
-    return source.error(where, what[:1].lower() + what[1:])
-
-
-def _check(file: FleetFile, source: _Source) -> None:
+def _check(file: FleetFile, source: Source) -> None:
     positive: list[tuple[str, float]] = [
         ("model.blocks", file.model.blocks),
         ("model.block_gb", file.model.block_gb),
@@ -232,7 +167,7 @@ def _names(file: FleetFile) -> list[tuple[str, Server]]:
     ]
 
 
-def _round_trips(file: FleetFile, source: _Source, froms: Sequence[str], tos: Sequence[str]) -> Floats:
+def _round_trips(file: FleetFile, source: Source, froms: Sequence[str], tos: Sequence[str]) -> Floats:
     sites = {row.site for rows in (file.servers, file.clients) for row in rows}
     linked: dict[frozenset[str], float] = {}
     for i, link in enumerate(file.links):
@@ -258,7 +193,7 @@ def _round_trips(file: FleetFile, source: _Source, froms: Sequence[str], tos: Se
     return np.array([[rtt(a, b) for b in tos] for a in froms])
 
 
-def _built(file: FleetFile, source: _Source) -> Fleet:
+def _built(file: FleetFile, source: Source) -> Fleet:
     _check(file, source)
     named = _names(file)
     rows = [row for _, row in named]

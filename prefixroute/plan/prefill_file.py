@@ -8,8 +8,6 @@ Rule: an error names the file, the line, and what to write instead.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
@@ -22,6 +20,7 @@ from prefixroute import UsageError
 from .costs import Curve, Decode, KvBytes, Polynomial, Slower, Table
 from .lengths import Empirical, Lengths, LogNormal
 from .prefill import PrefillClusters
+from .settings_file import Kind, Source, read_settings
 from .traces import read_trace
 
 Points = tuple[tuple[float, float], ...]
@@ -118,86 +117,19 @@ class ClusterFile(_Part, frozen=True):
         return link.connections * link.connection_gbit_per_s * GBIT if link.connection_gbit_per_s else inf
 
 
-class _Source:
-    """A file's text, to find lines in."""
-
-    def __init__(self, path: Path, text: str) -> None:
-        self._path = path
-        self._lines = text.splitlines()
-
-    def error(self, where: str, what: str) -> UsageError:
-        """Return an error at a key, such as ``pool.nodes``; at its table if the key is not there."""
-        table, _, key = where.partition(".")
-        line = self._line(table, key)
-        place = f"{self._path}:{line}" if line else str(self._path)
-        return UsageError(f"{place}: {where}: {what}" if where else f"{place}: {what}")
-
-    def _line(self, table: str, key: str) -> int:
-        header, inside, found = 0, False, 0
-        for number, text in enumerate(self._lines, 1):
-            stripped = text.strip()
-            named = re.match(r"\[\[?\s*([\w.-]+)\s*\]", stripped)
-            if named:
-                inside = named[1] == table
-                header = number if inside else header
-            assigned = re.match(r"[\"']?([\w-]+)[\"']?\s*[=:]", stripped)
-            if assigned and not named:
-                name = assigned[1]
-                if (inside and key and name == key) or (not header and not key and name == table):
-                    found = found or number
-        return found or header
-
-
 def read_clusters(path: Path) -> tuple[ClusterFile, PrefillClusters]:
     """Read a file; return it as it stands, and as clusters to plan for. Raises `UsageError`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 at byte {error.start}: save it as UTF-8") from None
-    source = _Source(path, text)
-    try:
-        tree = json.loads(text) if path.suffix == ".json" else msgspec.toml.decode(text)
-        file = msgspec.convert(tree, ClusterFile)
-    except ImportError:
-        raise UsageError(
-            "with Python 3.10 TOML needs the extra sim: pip install 'prefixroute[sim]'; JSON does not"
-        ) from None
-    except msgspec.ValidationError as error:
-        raise _explained(source, str(error)) from None
-    except (msgspec.MsgspecError, ValueError) as error:
-        at = re.search(r"line (\d+)", str(error))
-        raise UsageError(f"{path}{':' + at[1] if at else ''}: not valid {path.suffix[1:].upper()}: {error}") from None
+    file, source = read_settings(path, ClusterFile, _KIND)
     return file, _clusters(file, source, path.parent)
 
 
-def _explained(source: _Source, message: str) -> UsageError:
-    """Turn `Expected X, got Y - at $.pool.nodes` into a line and a fix."""
-    what, _, at = message.partition(" - at `")
-    where = re.sub(r"\[[^]]*\]", "", at.rstrip("`")).removeprefix("$").removeprefix(".")
-    unknown = re.search(r"unknown field `(.*?)`", what)
-    if unknown:
-        known = _FIELDS.get(where, ClusterFile.__struct_fields__)
-        name = f"{where}.{unknown[1]}" if where else unknown[1]
-        return source.error(name, f"unknown key; known are {', '.join(known)}")
-    missing = re.search(r"missing required field `(.*?)`", what)
-    if missing:
-        kind = "key" if where else "table"
-        return source.error(where, f"the {kind} {missing[1]} is missing: add it (see examples/plan/cluster.toml)")
-    return source.error(where, what[:1].lower() + what[1:])
+_KIND = Kind(
+    {"": ClusterFile, "link": Link, "local": Local, "model": Model, "pool": Pool, "workload": Workload},
+    "examples/plan/cluster.toml",
+)
 
 
-_FIELDS = {
-    "workload": Workload.__struct_fields__,
-    "model": Model.__struct_fields__,
-    "pool": Pool.__struct_fields__,
-    "local": Local.__struct_fields__,
-    "link": Link.__struct_fields__,
-}
-
-
-def _clusters(file: ClusterFile, source: _Source, folder: Path) -> PrefillClusters:
+def _clusters(file: ClusterFile, source: Source, folder: Path) -> PrefillClusters:
     """Build what the file describes; every refusal names the key that is to be changed."""
     for where, value, least in (
         ("pool.nodes", file.pool.nodes, 0),
@@ -231,14 +163,14 @@ def _clusters(file: ClusterFile, source: _Source, folder: Path) -> PrefillCluste
     )
 
 
-def _made(source: _Source, where: str, make: Callable[[], _Made]) -> _Made:
+def _made(source: Source, where: str, make: Callable[[], _Made]) -> _Made:
     try:
         return make()
     except UsageError as error:
         raise source.error(where, str(error)) from None
 
 
-def _curve(source: _Source, table: str, points: Points, coefficients: tuple[float, ...]) -> Curve:
+def _curve(source: Source, table: str, points: Points, coefficients: tuple[float, ...]) -> Curve:
     if points:
         return _made(source, f"{table}.prefill_s", lambda: Table(points))
     if coefficients:
@@ -247,7 +179,7 @@ def _curve(source: _Source, table: str, points: Points, coefficients: tuple[floa
     raise source.error(table, f"no time of prefill: give prefill_s = [[1024, 0.44], [8192, 0.72]]{also}")
 
 
-def _kv(model: Model, source: _Source) -> Curve:
+def _kv(model: Model, source: Source) -> Curve:
     if model.kv_mib:
         points = tuple((tokens, mib * MIB) for tokens, mib in model.kv_mib)
         return _made(source, "model.kv_mib", lambda: Table(points))
@@ -256,7 +188,7 @@ def _kv(model: Model, source: _Source) -> Curve:
     return _made(source, "model.kv_bytes_per_token", lambda: KvBytes(model.kv_bytes_per_token, model.kv_state_bytes))
 
 
-def _lengths(workload: Workload, source: _Source, folder: Path) -> Lengths:
+def _lengths(workload: Workload, source: Source, folder: Path) -> Lengths:
     if workload.file:
         try:
             return Empirical(row.uncached_tokens for row in read_trace(folder / workload.file))

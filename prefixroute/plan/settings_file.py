@@ -1,0 +1,98 @@
+"""Settings files of planners, TOML or JSON: read into typed tables, or refused with the line that is wrong and the fix.
+
+Rules:
+1. An error is one line: the file, the line, the key, what is wrong with it and what would be right.
+2. An unknown key is refused with those that are known: a misspelt one would else be a default that nobody asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from prefixroute.errors import UsageError
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+class Source:
+    """A file's text, to find lines in."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self._path = path
+        self._lines = text.splitlines()
+
+    def error(self, where: str, what: str) -> UsageError:
+        """Return an error at a key such as ``model.blocks`` or ``servers[2].site``; at its table if it is not there."""
+        line = self._line(where)
+        place = f"{self._path}:{line}" if line else str(self._path)
+        return UsageError(f"{place}: {where}: {what}" if where else f"{place}: {what}")
+
+    def _line(self, where: str) -> int:
+        found = re.match(r"(\w+)(?:\[(\d+)\])?(?:\.(\w+))?", where)
+        if not found:
+            return 0
+        table, index, key = found[1], int(found[2] or 0), found[3]
+        header, seen, inside = 0, -1, False
+        for number, text in enumerate(self._lines, 1):
+            named = re.match(r"\s*\[\[?\s*([\w.-]+)\s*\]", text)
+            if named:
+                seen += named[1] == table
+                inside = named[1] == table and seen == index
+                header = number if inside else header
+                continue
+            assigned = re.match(r"\s*[\"']?([\w-]+)[\"']?\s*[=:]", text)
+            if assigned and ((inside and assigned[1] == key) or (seen < 0 and not key and assigned[1] == table)):
+                return number
+        return header
+
+
+class Kind(NamedTuple):
+    """What a file may hold: its tables by name, the whole under "", and an example that shows them."""
+
+    tables: Mapping[str, type[msgspec.Struct]]
+    example: str
+
+
+def read_settings(path: Path, whole: type[_T], kind: Kind) -> tuple[_T, Source]:
+    """Read a file into `whole`. Raises `UsageError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 at byte {error.start}: save it as UTF-8") from None
+    source = Source(path, text)
+    try:
+        tree = json.loads(text) if path.suffix == ".json" else msgspec.toml.decode(text)
+        return msgspec.convert(tree, whole), source
+    except ImportError:
+        raise UsageError(
+            "with Python 3.10 TOML needs the extra sim: pip install 'prefixroute[sim]'; JSON does not"
+        ) from None
+    except msgspec.ValidationError as error:
+        raise _explained(source, str(error), kind) from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        at = re.search(r"line (\d+)", str(error))
+        raise UsageError(f"{path}{':' + at[1] if at else ''}: not valid {path.suffix[1:].upper()}: {error}") from None
+
+
+def _explained(source: Source, message: str, kind: Kind) -> UsageError:
+    """Turn ``Expected X, got Y - at `$.servers[1].site` `` into a line and a fix."""
+    what, _, at = message.partition(" - at `")
+    where = at.rstrip("`").removeprefix("$").removeprefix(".")
+    table = re.sub(r"\[.*|\..*", "", where)
+    unknown = re.search(r"unknown field `(.*?)`", what)
+    if unknown:
+        known = ", ".join(kind.tables.get(table, kind.tables[""]).__struct_fields__)
+        return source.error(f"{where}.{unknown[1]}".lstrip("."), f"unknown key; known are {known}")
+    missing = re.search(r"missing required field `(.*?)`", what)
+    if missing:
+        noun = "key" if where else "table"
+        return source.error(where, f"the {noun} {missing[1]} is missing: add it (see {kind.example})")
+    return source.error(where, what[:1].lower() + what[1:])
