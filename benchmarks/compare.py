@@ -34,6 +34,7 @@ from compare_report import FORMS, LAYERS, Row, bars, line, machine, publish, row
 from compare_tables import tables
 from compare_upkeep import ingest, memory
 from contest import calls, contest
+from figures import json_option
 from ours import NOW, ROOT, SPEC, Floors, Ours
 from rivals import ANSWERS, RIVALS, Index, Side, installed
 from worlds import BLOCK, CASES, World, world
@@ -167,13 +168,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15, help="rounds (15)")
     parser.add_argument("--quick", action="store_true", help="64 endpoints and 5 rounds")
     parser.add_argument("--read", metavar="FILES", help="run nothing: take the rows of earlier runs' JSON")
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the rows as JSON (no FILE: standard output, no table)",
-    )
+    json_option(parser)
     parser.add_argument(
         "--markdown", nargs="?", const="-", metavar="FILE", help="print the tables as Markdown, or write them into FILE"
     )

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from figures import Row, publish
+from figures import Row, chosen, json_option, publish
 from numpy.typing import NDArray
 
 from prefixroute import BlocksStored, Domain, EngineBatch, Node, NodeSettings, Outcome
@@ -324,14 +324,13 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=3000, help="requests of the chat workload (3,000)")
     parser.add_argument("--queries", type=int, default=2000, help="prompts of each kind that are looked up (2,000)")
     parser.add_argument("--repeat", type=int, default=21, help="repetitions of what is timed (21)")
-    parser.add_argument("--json", metavar="FILE", help='write the rows as JSON ("-": standard output, no table)')
+    json_option(parser)
     options = parser.parse_args()
     if options.quick:
         for name in ("trace_requests", "queries", "repeat"):
             setattr(options, name, max(1, getattr(options, name) // 5))
-    if unknown := set(options.only.split(",")) - PARTS.keys():
-        parser.error(f"no such part: {', '.join(sorted(unknown))}")
-    publish([(part, PARTS[part](options)) for part in options.only.split(",")], options.json)
+    parts = chosen(parser, options.only, PARTS)
+    publish([(part, PARTS[part](options)) for part in parts], options.json)
     return 0
 
 

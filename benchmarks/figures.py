@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,25 @@ class Row(NamedTuple):
     def met(self) -> bool:
         """Whether the figure is within its bar."""
         return self.bar is None or self.value <= self.bar
+
+
+def json_option(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--json [FILE]``, for `publish`."""
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the rows as JSON (no FILE: standard output, no table)",
+    )
+
+
+def chosen(parser: argparse.ArgumentParser, only: str, parts: Collection[str]) -> list[str]:
+    """Return the parts that ``--only a,b`` names; refuse one that there is not."""
+    names = only.split(",")
+    if unknown := set(names) - set(parts):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    return names
 
 
 def publish(parts: Sequence[tuple[str, Iterable[Row]]], file: str | None) -> None:

@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from figures import Row, publish
+from figures import Row, chosen, json_option, publish
 from gossip_fleet import DOMAIN, GIVE_UP_S, Fleet
 
 from prefixroute import BlocksStored, EngineBatch, Node, NodeSettings
@@ -407,7 +407,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts to run ({','.join(PARTS)})")
     parser.add_argument("--quick", action="store_true", help="small sizes, for a look: the bars are for the full ones")
-    parser.add_argument("--json", metavar="FILE", help='write the rows as JSON ("-": standard output, no table)')
+    json_option(parser)
     for name, kind, default, unit in (
         ("idle-nodes", int, 8, "idle: processes"),
         ("idle-blocks", int, 1000, "idle: blocks of each"),
@@ -432,15 +432,14 @@ def parsed() -> argparse.Namespace:
     for name, full in [(n[5:], v) for n, v in vars(options).items() if n.startswith("full_")]:
         if getattr(options, name) is None:
             setattr(options, name, QUICK.get(name, full) if options.quick else full)
-    if unknown := set(options.only.split(",")) - PARTS.keys():
-        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    options.only = chosen(parser, options.only, PARTS)
     return options
 
 
 def main() -> int:
     """Print the table, and write it as JSON when asked."""
     options = parsed()
-    publish([(part, PARTS[part](options)) for part in options.only.split(",")], options.json)
+    publish([(part, PARTS[part](options)) for part in options.only], options.json)
     return 0
 
 

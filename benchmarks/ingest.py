@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from figures import Row, publish
+from figures import Row, chosen, json_option, publish
 from prefixroute_sglang import decode_batch as decode_sglang
 from prefixroute_vllm import decode_batch as decode_vllm
 
@@ -318,19 +318,12 @@ def main() -> int:
     parser.add_argument("--long", type=int, default=LONG, help="tokens of the long prompt (8,192)")
     parser.add_argument("--repeat", type=int, default=7, help="repetitions (7)")
     parser.add_argument("--quick", action="store_true", help="a quarter of the prompts, two repetitions")
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the rows as JSON (no FILE: standard output, no table)",
-    )
+    json_option(parser)
     options = parser.parse_args()
     if options.quick:
         options.cached, options.steps, options.repeat = options.cached // 4, options.steps // 4, 2
-    if unknown := set(options.only.split(",")) - PARTS.keys():
-        parser.error(f"no such part: {', '.join(sorted(unknown))}")
-    publish([(part, PARTS[part](options)) for part in options.only.split(",")], options.json)
+    parts = chosen(parser, options.only, PARTS)
+    publish([(part, PARTS[part](options)) for part in parts], options.json)
     return 0
 
 

@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+from figures import json_option
 
 from prefixroute import BlocksStored, Domain, EngineBatch, Node, NodeSettings, Outcome
 
@@ -153,13 +154,7 @@ def main() -> int:
     parser.add_argument("--endpoints", default="4,64", help="fleet sizes (4,64)")
     parser.add_argument("--blocks", default="64,512,4096", help="prompt lengths in blocks of 16 tokens (64,512,4096)")
     parser.add_argument("--repeat", type=int, default=15, help="repetitions (15)")
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the rows as JSON (no FILE: standard output, no table)",
-    )
+    json_option(parser)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     quiet = options.json == "-"

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from digest import DOMAIN, random_keys
-from figures import Row, publish
+from figures import Row, chosen, json_option, publish
 
 from prefixroute import BlocksStored, EngineBatch, Node, NodeSettings
 from prefixroute.changes import Changes
@@ -287,15 +287,12 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=64, help="blocks of an engine's batch (64)")
     parser.add_argument("--path", type=int, default=2048, help="blocks of a prompt (2,048)")
     parser.add_argument("--repeat", type=int, default=5, help="repetitions (5)")
-    parser.add_argument(
-        "--json", metavar="FILE", nargs="?", const="-", help="write the rows as JSON (no FILE: standard output)"
-    )
+    json_option(parser)
     options = parser.parse_args()
     if options.quick:
         options.repeat = min(options.repeat, 2)
-    if unknown := set(options.only.split(",")) - PARTS.keys():
-        parser.error(f"no such part: {', '.join(sorted(unknown))}")
-    publish([(part, PARTS[part](options)) for part in options.only.split(",")], options.json)
+    parts = chosen(parser, options.only, PARTS)
+    publish([(part, PARTS[part](options)) for part in parts], options.json)
     return 0
 
 

@@ -19,8 +19,8 @@ from typing import NamedTuple, NoReturn
 from . import __version__, replay, router
 from .analyze import command as analysis
 from .errors import UsageError
-from .plan import commands as planning
-from .sim import commands
+from .plan.commands import SUBJECTS as PLANS
+from .sim.commands import SUBJECTS as SIMULATIONS
 
 USAGE_ERROR = 2
 
@@ -166,14 +166,14 @@ COMMANDS = (
     Command(
         "simulate",
         "run real nodes in virtual time: replication under faults, policies over workloads, your own scenario",
-        commands.add_options,
-        commands.run_options,
+        SIMULATIONS.add_options,
+        SIMULATIONS.run_options,
     ),
     Command(
         "plan",
         "compute a plan before deploying: where blocks of a model go, which prompts another cluster should prefill",
-        planning.add_options,
-        planning.run_options,
+        PLANS.add_options,
+        PLANS.run_options,
     ),
     Command(
         "analyze",

@@ -18,7 +18,7 @@ from prefixroute import plan
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "prefixroute"
-EDGES = {"__init__", "aio", "cli", "metrics", "replay", "testing"}
+EDGES = {"__init__", "aio", "cli", "metrics", "replay", "subjects", "testing"}
 """Modules of the package that are no part of the core, beside the folders. A module that is new is core until said."""
 
 FOLDERS = {"analyze", "emulator", "plan", "sim"}
@@ -175,7 +175,9 @@ SIMULATOR = sorted((PACKAGE / "sim").glob("*.py"))
 def test_the_simulator_uses_public_names_and_reads_no_clock_but_in_its_runner(path: Path) -> None:
     for imported in imports(path):
         package, _, module = imported.module.partition(".")
-        if package == "prefixroute" and module.split(".")[0] != "sim":
+        # What `prefixroute simulate` offers is a table of the command line's, and simulates nothing.
+        is_table = (path.stem, module) == ("commands", "subjects")
+        if package == "prefixroute" and module.split(".")[0] != "sim" and not is_table:
             assert module in ("", "plan"), imported
             assert imported.name in (plan if module else prefixroute).__all__, imported
         if path.stem not in ("replication", "parallel"):
