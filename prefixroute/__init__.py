@@ -28,13 +28,14 @@ from .events import (
     StreamRestarted,
     UnknownEvent,
 )
-from .fleet import Candidate
 from .gossip import Datagram
 from .load import LoadReport, PushBackSettings, PushBackState
-from .node import Digest, Node, NodeSettings
-from .overview import EndpointStats, NodeStats
+from .node import Node
+from .overview import Digest, EndpointStats, NodeStats
 from .policy import POLICIES, Choice, GreedyCost, LeastLoad, LongestMatch, NoRouting, Policy, RentOrBuy, Request
 from .residency import Residency
+from .settings import NodeSettings
+from .standing import Candidate
 
 __version__ = "0.1.0"
 

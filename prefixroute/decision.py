@@ -14,8 +14,8 @@ from math import inf
 from typing import Any, NamedTuple
 
 from .errors import UsageError
-from .fleet import Candidate
 from .load import LoadReport
+from .standing import Candidate
 
 
 class OutcomeKind(Enum):

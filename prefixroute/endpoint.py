@@ -30,7 +30,6 @@ from .events import (
     StreamGap,
     StreamRestarted,
 )
-from .fleet import Standing
 from .history import RoutingHistory
 from .load import Advert, LoadReport, PushBack, PushBackSettings, PushBackState, learnt
 from .portions import is_small, portions
@@ -38,6 +37,7 @@ from .promises import Promise
 from .publisher import Publisher
 from .replica import OwnedSet
 from .residency import Residency
+from .standing import Standing
 
 SILENT_AFTER = 16
 """Prompts of two blocks or more served without one engine event, after which the stream is taken for dead."""

@@ -20,10 +20,9 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from .chain import STRIDE, ChainSpec, TokenChain, wire_key
 from .changes import Changes
@@ -43,15 +42,15 @@ from .events import (
     StreamGap,
     StreamRestarted,
 )
-from .fleet import Standing
 from .gossip import Datagram, Gossip
-from .load import LoadReport, PushBackSettings
+from .load import LoadReport
 from .memo import ChainMemo
-from .overview import NodeStats, row_of
+from .overview import Digest, NodeStats, row_of
 from .policy import Policy, RentOrBuy
 from .residency import Residency
 from .router import Flight, Hooks, Router
-from .tempo import GossipSettings
+from .settings import NodeSettings
+from .standing import Standing
 from .upkeep import Upkeep
 
 SEND_BYTES = 16384
@@ -59,39 +58,6 @@ SEND_BYTES = 16384
 
 MAX_EVENTS = 1024
 """Node events kept for a caller that does not drain them; older ones go first."""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSettings(GossipSettings):
-    """Settings of a node: gossip's, push-back's, and `outcome_timeout_s`, after which a missing report is given up.
-
-    `digest_bytes` is what a snapshot of one endpoint's digest may take: while all blocks fit, some 10,000, each is
-    published; of more only every k-th, and the ends of edges and requests, with the smallest k that fits.
-    """
-
-    push_back: PushBackSettings = field(default_factory=PushBackSettings)
-    digest_bytes: int = 49152
-    outcome_timeout_s: float = 120.0
-    max_in_flight: int = 65536
-
-    def __post_init__(self) -> None:
-        GossipSettings.__post_init__(self)
-        if self.outcome_timeout_s <= 0 or self.max_in_flight < 1:
-            raise UsageError("a node needs outcome_timeout_s > 0 and max_in_flight >= 1")
-        if self.digest_bytes < 0:
-            raise UsageError("a node needs digest_bytes >= 0; 0 publishes as little as anchors allow")
-
-
-class Digest(NamedTuple):
-    """What a node holds of one endpoint's published set: the wire keys at (incarnation, version), for inspection.
-
-    Version 0 is nothing yet. `every` is the anchor stride: 1 when each block is published. Leave `keys` as they are.
-    """
-
-    incarnation: int
-    version: int
-    every: int
-    keys: Keys
 
 
 class Node:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .accuracy import Accuracy
+from .codec import Keys
 from .endpoint import LocalEndpoint
-from .fleet import Standing
+from .standing import Standing
 
 
 class EndpointStats(NamedTuple):
@@ -44,6 +45,18 @@ class NodeStats(NamedTuple):
     index_keys: int
     in_flight: int
     counters: dict[str, int]
+
+
+class Digest(NamedTuple):
+    """What a node holds of one endpoint's published set: the wire keys at (incarnation, version), for inspection.
+
+    Version 0 is nothing yet. `every` is the anchor stride: 1 when each block is published. Leave `keys` as they are.
+    """
+
+    incarnation: int
+    version: int
+    every: int
+    keys: Keys
 
 
 def row_of(standing: Standing, local: LocalEndpoint | None, usable: bool, now: float) -> EndpointStats:

@@ -18,9 +18,9 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from .chain import TokenChain
-from .fleet import Candidate
 from .pricing import buys, by_price, origin_of, priced_s
 from .rent import Rents
+from .standing import Candidate
 
 
 class Request(NamedTuple):

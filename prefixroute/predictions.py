@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from .chain import TokenChain
-from .fleet import Standing
+from .standing import Standing
 
 LIFETIME_S = 60.0
 COMPARED = 4

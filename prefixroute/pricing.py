@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from .chain import TokenChain
-from .fleet import Candidate
 from .rent import Rents, stretches_of
+from .standing import Candidate
 
 NEEDED_AGAIN = 0.5
 """Share of the tokens evicted for a prompt that will be prefilled again.

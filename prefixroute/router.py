@@ -21,10 +21,11 @@ from .chain import TokenChain
 from .decision import Decision, Outcome, OutcomeKind
 from .errors import UsageError
 from .events import NodeEvent, PeerChanged
-from .fleet import Candidate, Fleet, Standing
+from .fleet import Fleet
 from .index import DEEPEST, MergedIndex
 from .policy import Policy, Request
 from .predictions import Predictions
+from .standing import Candidate, Standing
 
 MAX_FALLBACKS = 3
 MAX_LOCAL = 64

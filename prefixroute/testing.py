@@ -30,11 +30,11 @@ from .events import (
     StreamGap,
     StreamRestarted,
 )
-from .fleet import Candidate
 from .load import PushBackState
 from .node import Node
 from .policy import Policy, Request
 from .residency import Residency
+from .standing import Candidate
 
 
 def candidate(

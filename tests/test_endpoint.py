@@ -28,8 +28,8 @@ from prefixroute import (
 from prefixroute.chain import ChainSpec
 from prefixroute.copies import Copy
 from prefixroute.endpoint import SILENT_AFTER, LocalEndpoint
-from prefixroute.fleet import Standing
 from prefixroute.history import DEFAULT_CAPACITY_BLOCKS, RoutingHistory
+from prefixroute.standing import Standing
 from prefixroute.testing import stored
 
 DOMAIN = Domain("m", "t")

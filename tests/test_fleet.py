@@ -9,9 +9,10 @@ import pytest
 
 from prefixroute import LoadReport, PushBackState
 from prefixroute.copies import Copy, Peer
-from prefixroute.fleet import BELIEF, DEFAULT_RTT_S, SAMPLED, SURPRISE_FADES_S, Fleet, Send, Standing
+from prefixroute.fleet import SAMPLED, Fleet
 from prefixroute.ledger import ARRIVALS_S
 from prefixroute.load import DEFAULT_PREFILL_TOKENS_PER_S, Advert
+from prefixroute.standing import BELIEF, DEFAULT_RTT_S, SURPRISE_FADES_S, Send, Standing
 
 SEEDS = range(12)
 STATES = (PushBackState.OPEN, PushBackState.OPEN, PushBackState.OVERLOADED, PushBackState.REFUSING)

@@ -12,10 +12,10 @@ from prefixroute import EngineBatch, Node, NodeSettings, Outcome
 from prefixroute.chain import ChainSpec, TokenChain, wire_key
 from prefixroute.copies import Copy
 from prefixroute.ends import ENDS_ONLY, marked
-from prefixroute.fleet import Standing
 from prefixroute.index import MergedIndex, Stratum
 from prefixroute.predictions import Predictions
 from prefixroute.promises import Promise, Promises
+from prefixroute.standing import Standing
 from prefixroute.testing import Mesh, stored
 
 WINDOW = "sliding_window"

@@ -27,7 +27,7 @@ FOLDERS = {"analyze", "emulator", "plan", "sim"}
 CORE = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem not in EDGES}
 DESIGNED = "errors events burst domain chain changes edge tree forest anchors reblock residency digest replica"
 DESIGNED += " transfer gossip index load fleet policy decision router history endpoint node"
-DESIGNED += " spans groups promises accuracy overview report"
+DESIGNED += " spans groups promises accuracy overview report standing settings"
 
 FORBIDDEN = {
     "clocks": {"time", "datetime", "sched"},

@@ -35,8 +35,8 @@ from prefixroute import (
     Outcome,
     PeerChanged,
 )
-from prefixroute.fleet import BELIEF
 from prefixroute.router import MAX_FALLBACKS
+from prefixroute.standing import BELIEF
 
 # --- outcomes -----------------------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ from routing import DOMAIN, SETTINGS, hold, mesh, prompt
 from prefixroute import Namespace, Node, Outcome
 from prefixroute.chain import ChainSpec, TokenChain
 from prefixroute.copies import Copy
-from prefixroute.fleet import Standing
 from prefixroute.predictions import AGAIN, COMPARED, KEPT_TOKENS, LIFETIME_S, Predictions
 from prefixroute.replica import NO_KEYS
+from prefixroute.standing import Standing
 
 SPEC = ChainSpec(4, 7)
 

@@ -43,7 +43,7 @@ from prefixroute import (
     Request,
     UsageError,
 )
-from prefixroute.fleet import BELIEF
+from prefixroute.standing import BELIEF
 from prefixroute.testing import stored
 
 # --- who gets it --------------------------------------------------------------------------------------------

@@ -1,0 +1,30 @@
+"""The settings of a node: gossip's, push-back's, and what bounds the router. One frozen object, checked when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .errors import UsageError
+from .load import PushBackSettings
+from .tempo import GossipSettings
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings(GossipSettings):
+    """Settings of a node: gossip's, push-back's, and `outcome_timeout_s`, after which a missing report is given up.
+
+    `digest_bytes` is what a snapshot of one endpoint's digest may take: while all blocks fit, some 10,000, each is
+    published; of more only every k-th, and the ends of edges and requests, with the smallest k that fits.
+    """
+
+    push_back: PushBackSettings = field(default_factory=PushBackSettings)
+    digest_bytes: int = 49152
+    outcome_timeout_s: float = 120.0
+    max_in_flight: int = 65536
+
+    def __post_init__(self) -> None:
+        GossipSettings.__post_init__(self)
+        if self.outcome_timeout_s <= 0 or self.max_in_flight < 1:
+            raise UsageError("a node needs outcome_timeout_s > 0 and max_in_flight >= 1")
+        if self.digest_bytes < 0:
+            raise UsageError("a node needs digest_bytes >= 0; 0 publishes as little as anchors allow")
