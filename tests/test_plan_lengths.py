@@ -32,7 +32,9 @@ def test_the_mean_time_is_more_than_the_time_of_the_mean() -> None:
     assert CASE.average(curve, low=19_400) == pytest.approx(2.56845, rel=1e-5)
 
 
-@pytest.mark.parametrize("lengths", [CASE, SEEN, LogNormal(5, 0.5), Empirical([7])], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [CASE, SEEN, LogNormal(5, 0.5), Empirical([7])], ids=["case", "seen", "narrow", "one"]
+)
 @given(at=st.floats(0, 1e6))
 @settings(derandomize=True, deadline=None, database=None, max_examples=60)
 def test_both_sides_of_a_threshold_make_the_whole(lengths: Lengths, at: float) -> None:
@@ -44,7 +46,7 @@ def test_both_sides_of_a_threshold_make_the_whole(lengths: Lengths, at: float) -
     assert parts == pytest.approx(2 + 3 * lengths.mean, rel=1e-4)
 
 
-@pytest.mark.parametrize("lengths", [CASE, SEEN], ids=str)
+@pytest.mark.parametrize("lengths", [CASE, SEEN], ids=["case", "seen"])
 def test_the_share_over_a_threshold_falls_from_one_to_none(lengths: Lengths) -> None:
     shares = [lengths.share_over(at) for at in (0, 1, 128, 1000, 19_400, 1e5, 2e5, inf)]
     assert shares == sorted(shares, reverse=True)
