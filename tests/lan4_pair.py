@@ -278,13 +278,16 @@ async def start_node(
 def run_pair(
     test: Callable[[Pair], Coroutine[Any, Any, None]],
     folder: Path,
-    policy: str = "default",
+    policy: str = "longest",
     kind: str = "vllm",
     make_engine: EngineMaker = one_engine,
     patience_s: float = 0.5,
     secret: str = "",
 ) -> None:
-    """Run `test` against two acquainted nodes; `kind` and `make_engine` are the second one's."""
+    """Run `test` against two acquainted nodes; `kind` and `make_engine` are the second one's.
+
+    By default the longest match wins: on a busy machine loopback may look slower than a prefill to the default policy.
+    """
 
     async def main() -> None:
         ports = {"node-1": udp_port(), "node-2": udp_port()}

@@ -58,10 +58,11 @@ class Recorder(Silent):
     def __init__(self) -> None:
         self.runs: list[str] = []
         self.pids: set[int] = set()
+        self._others = children_of(os.getpid())
 
     def begin(self, run: str, requests: int) -> None:
         self.runs.append(run)
-        self.pids |= children_of(os.getpid())
+        self.pids |= children_of(os.getpid()) - self._others
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def test_a_peer_that_does_not_answer_costs_no_answer(folder: Path, fault: str) -
         assert pair.one.sidecar.stats()["requests"]["local"] == 2
 
     # By the times, a busy machine's round trip may be worth more than the prefill that it saves.
-    run_pair(test, folder, policy="longest")
+    run_pair(test, folder)
 
 
 def test_a_peer_that_is_busier_than_it_told_hands_the_prompt_back(folder: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_peer_that_is_busier_than_it_told_hands_the_prompt_back(folder: Path) 
         assert row.wait_s > 2, "its reply told"
         one._decide = decide  # type: ignore[method-assign]
 
-    run_pair(test, folder)
+    run_pair(test, folder, policy="default")
 
 
 @pytest.mark.parametrize(
