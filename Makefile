@@ -32,8 +32,8 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 demo: $(VENV)/.demo             ## four emulated nodes, unrouted then routed, on the same requests (ARGS=...)
 	$(BIN)/prefixroute demo $(ARGS)
 
-test: $(VENV)/.dev              ## the test suite, and the core's line coverage (95 % at least)
-	$(BIN)/python -m pytest --cov --cov-report= $(ARGS)
+test: $(VENV)/.dev              ## the test suite, a process for each core, and the core's line coverage (95 % at least)
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --cov --cov-report= $(ARGS)
 	$(BIN)/python tests/core_coverage.py 95
 
 test-engines: $(VENV)/.dev      ## the live suite: real vLLM and SGLang on this CPU, made once in .engines (ARGS=..., ENGINES=DIR)
