@@ -31,11 +31,12 @@ from .events import (
 from .gossip import Datagram
 from .load import LoadReport, PushBackSettings, PushBackState
 from .node import Node
-from .overview import Digest, EndpointStats, NodeStats
+from .overview import Digest, EndpointStats, NodeStats, RoundTrip
 from .policy import POLICIES, Choice, GreedyCost, LeastLoad, LongestMatch, NoRouting, Policy, RentOrBuy, Request
 from .residency import Residency
 from .settings import NodeSettings
 from .standing import Candidate
+from .zones import Withheld, ZoneRule, Zones
 
 __version__ = "0.1.0"
 
@@ -82,10 +83,14 @@ __all__ = [
     "Request",
     "Residency",
     "ResidencyChanged",
+    "RoundTrip",
     "StreamGap",
     "StreamRestarted",
     "TokenChain",
     "UnknownEvent",
     "UsageError",
+    "Withheld",
+    "ZoneRule",
+    "Zones",
     "__version__",
 ]

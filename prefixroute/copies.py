@@ -93,10 +93,18 @@ class Copy:
         "rhythm",
         "suspected",
         "url",
+        "zone",
     )
 
     def __init__(
-        self, endpoint: str, mine: bool, incarnation: int, now: float, url: str = "", contact: str = ""
+        self,
+        endpoint: str,
+        mine: bool,
+        incarnation: int,
+        now: float,
+        url: str = "",
+        contact: str = "",
+        zone: str = "",
     ) -> None:
         self.endpoint = endpoint
         self.mine = mine
@@ -112,6 +120,8 @@ class Copy:
         """When the load that is held was last known to be the owner's."""
         self.url = url
         self.contact = contact
+        self.zone = zone
+        """Its owner's label; "" while it is not known."""
         self.assembly: Assembly | None = None
         self.suspected = False
 

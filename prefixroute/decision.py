@@ -91,6 +91,9 @@ class Decision(NamedTuple):
     `expected_saving_s` is against serving it at the origin, 0.0 when that is what is done or not possible. `budget_s`
     goes with a forward: a target that expects to need more hands it back. Such a target's own decision is `declined`:
     nothing is booked, and nothing is to be served.
+
+    `zone` is the origin's label. `excluded` is who holds more of the prompt than any candidate does, in a zone to which
+    nothing is forwarded: neither candidate nor fallback.
     """
 
     id: int
@@ -106,6 +109,8 @@ class Decision(NamedTuple):
     candidates: tuple[Candidate, ...]
     budget_s: float = inf
     declined: bool = False
+    zone: str = ""
+    excluded: tuple[Candidate, ...] = ()
 
 
 class Explanation(NamedTuple):
@@ -129,26 +134,9 @@ class Explanation(NamedTuple):
             "budget_ms": None if d.budget_s == inf else _ms(d.budget_s),
             "declined": d.declined,
             "fallbacks": list(d.fallbacks),
-            "candidates": [
-                {
-                    "endpoint": c.endpoint,
-                    "local": c.local,
-                    "matched_tokens": c.matched_tokens,
-                    "confidence": round(c.confidence, 3),
-                    "rtt_ms": _ms(c.rtt_s),
-                    "wait_ms": _ms(c.wait_s),
-                    "overhead_ms": _ms(c.overhead_s),
-                    "prefill_ms": _ms(c.prefill_s),
-                    "cost_ms": _ms(c.cost_s),
-                    "push_back": c.state.name.lower(),
-                    "age_ms": _ms(c.age_s),
-                    "queued": c.queued,
-                    "expected": c.predicted,
-                    "evicted_tokens": round(c.evicted_tokens),
-                    "delays_ms": _ms(c.delays_s),
-                }
-                for c in d.candidates
-            ],
+            "zone": d.zone,
+            "candidates": [self._row(c) for c in d.candidates],
+            "excluded": [self._row(c) for c in d.excluded],
         }
 
     def text(self) -> str:
@@ -160,15 +148,46 @@ class Explanation(NamedTuple):
             f"  {'endpoint':<24}{'match':>7}{'conf':>6}{'rtt':>8}{'wait':>9}{'fixed':>8}{'prefill':>9}{'cost':>9}"
             f"{'delays':>8}  push-back   age",
         ]
-        for c in d.candidates:
+        for c in (*d.candidates, *d.excluded):
             mark = "*" if c.endpoint == d.target else " "
             name = c.endpoint + (" (local)" if c.local else "")
+            zone = f"  zone {c.zone}" if c.zone else ""
+            if c.withheld is not None:
+                zone = f"  {c.withheld.text(d.zone, c.zone)}"
             lines.append(
                 f"{mark} {name:<24}{c.matched_tokens:>7}{c.confidence:>6.2f}{_ms(c.rtt_s):>8}{_ms(c.wait_s):>9}"
                 f"{_ms(c.overhead_s):>8}{_ms(c.prefill_s):>9}{_ms(c.cost_s):>9}{_ms(c.delays_s):>8}"
-                f"  {c.state.name.lower():<9}{_ms(c.age_s):>8}{'  expected' if c.predicted else ''}"
+                f"  {c.state.name.lower():<9}{_ms(c.age_s):>8}{'  expected' if c.predicted else ''}{zone}"
             )
         return "\n".join(lines)
+
+    def _row(self, c: Candidate) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "endpoint": c.endpoint,
+            "local": c.local,
+            "matched_tokens": c.matched_tokens,
+            "confidence": round(c.confidence, 3),
+            "rtt_ms": _ms(c.rtt_s),
+            "wait_ms": _ms(c.wait_s),
+            "overhead_ms": _ms(c.overhead_s),
+            "prefill_ms": _ms(c.prefill_s),
+            "cost_ms": _ms(c.cost_s),
+            "push_back": c.state.name.lower(),
+            "age_ms": _ms(c.age_s),
+            "queued": c.queued,
+            "expected": c.predicted,
+            "evicted_tokens": round(c.evicted_tokens),
+            "delays_ms": _ms(c.delays_s),
+            "zone": c.zone,
+        }
+        if c.withheld is not None:
+            needs_s, saves_s = c.withheld
+            row["withheld"] = {
+                "why": c.withheld.text(self.decision.zone, c.zone),
+                "needs_ms": None if needs_s == inf else _ms(needs_s),
+                "saves_ms": _ms(saves_s),
+            }
+        return row
 
 
 def _ms(seconds: float) -> float:

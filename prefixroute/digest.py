@@ -42,6 +42,7 @@ LAST_BEAT = 2**63 - 1
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=80)]
 Contact = Annotated[str, msgspec.Meta(max_length=80)]
+Zone = Annotated[str, msgspec.Meta(max_length=40)]
 Url = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 Reason = Annotated[str, msgspec.Meta(max_length=64)]
@@ -116,7 +117,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     """A change of one endpoint's set, `since` -> `version`, or the part of it with `lower` <= key < `upper`.
 
     A snapshot has `since` 0; `upper` 0 is the end. `checksum` and `every` (the anchor stride) are those of the whole
-    set at `version`. `added` and `removed` are coded by `codec`; `url` and `contact` ride in snapshots.
+    set at `version`. `added` and `removed` are coded by `codec`; `url`, `contact` and `zone` ride in snapshots.
     """
 
     endpoint: Name
@@ -131,6 +132,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     removed: bytes
     url: Url = ""
     contact: Contact = ""
+    zone: Zone = ""
 
     @property
     def whole(self) -> bool:
@@ -168,7 +170,12 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode_part(part: VectorEntry | Update) -> bytes:
-    """Encode one entry or update, so that a sender can weigh it before it picks what fits."""
+    """Encode one entry or update, so that a sender can weigh it before it picks what fits.
+
+    A zone that is not known is left out: a fleet without zones says what it said before there were any.
+    """
+    if isinstance(part, Update) and not part.zone:
+        return _encoder.encode(msgspec.structs.astuple(part)[:-1])
     return _encoder.encode(part)
 
 

@@ -4,6 +4,7 @@ Rules:
 1. A decision looks at a handful of endpoints, never at all: the ranking is kept up to date as reports and bookings
    come, and a search asks it for the first few within a bitmask.
 2. Masks say who is usable: suspended, refusing and unheard endpoints are out; overloaded ones are set apart.
+3. So are those that a rule for zones lets in above a saving only; those that it never lets in are out.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import random
 from bisect import bisect_left, insort
 from collections import Counter
 from itertools import islice
+from math import inf
 
 from .load import Pace, PushBackState
 from .standing import DEFAULT_RTT_S, Send, Standing
+from .zones import Gate
 
 LOOKED_DOWN = 64
 """Places of the ranking that a decision looks at for the first of many endpoints."""
@@ -26,14 +29,19 @@ SAMPLED = 32
 class Fleet:
     """All standings, ranked, with masks of who is usable."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, gate: Gate | None = None) -> None:
         self._rng = rng
+        self._gate = gate
         self._ranking: list[tuple[float, float, int]] = []
         self.standings: dict[str, Standing] = {}
         self.by_bit: dict[int, Standing] = {}
         self.usable = 0
         self.overloaded = 0
         self.local = 0
+        self.guarded = 0
+        """Candidates above a saving only."""
+        self.barred = 0
+        """Out by a rule for zones, and by nothing else."""
         self._owners: Counter[str] = Counter()
         self._typical_s = 0.0
         """Work of a typical forward to a peer that holds a prefix of it."""
@@ -85,12 +93,19 @@ class Fleet:
         self.usable &= clear
         self.overloaded &= clear
         self.local &= clear
+        self.guarded &= clear
+        self.barred &= clear
 
     def refresh(self, standing: Standing, now: float) -> None:
         """Bring an endpoint's standing, masks and rank up to date. O(log n) and a memmove."""
         standing.refresh(now)
         bit, state = standing.bit, standing.state
         out = state is PushBackState.REFUSING or standing.suspension.blocks(now) or standing.copy.suspected
+        if self._gate is not None and not standing.local:
+            needs = standing.needs_s = self._gate.needs_s(standing.zone)
+            self.guarded = self.guarded | bit if 0 < needs < inf else self.guarded & ~bit
+            self.barred = self.barred | bit if needs == inf and not out else self.barred & ~bit
+            out = out or needs == inf
         self.usable = self.usable & ~bit if out else self.usable | bit
         overloaded = state is PushBackState.OVERLOADED
         self.overloaded = self.overloaded | bit if overloaded else self.overloaded & ~bit
@@ -192,6 +207,10 @@ class Fleet:
         assert {standing.bit: standing for standing in self.standings.values()} == self.by_bit
         every = sum(self.by_bit)
         assert self.usable & ~every == self.overloaded & ~every == self.local & ~every == 0
+        for bit, standing in self.by_bit.items():
+            assert bool(self.guarded & bit) is (0 < standing.needs_s < inf)
+            assert standing.needs_s < inf or not (self.usable & bit or standing.local)
+        assert self.barred & (every | self.usable) == self.barred & ~self.usable
 
 
 def _rank_of(standing: Standing) -> tuple[float, float, int]:

@@ -72,10 +72,9 @@ class Gossip:
         self.members = Members(node, settings, self.tempo, emit, counters, on_update)
         self.intake = Intake(self.members, settings, self.tempo, emit, self._reject, counters, on_update)
         front = overhead_bytes(Message(node, 2**63 - 1, 2**63 - 1, True, domain.fields(), contact=settings.contact))
-        if settings.datagram_bytes < front + least_room():
-            raise UsageError(
-                f"datagram_bytes must be at least {front + least_room()} with names as long as this domain's"
-            )
+        least = front + least_room(bool(settings.zone))
+        if settings.datagram_bytes < least:
+            raise UsageError(f"datagram_bytes must be at least {least} with names as long as this domain's")
         self._domain = domain
         self._fingerprint = domain.fingerprint
         self._rng = rng
@@ -285,7 +284,8 @@ class Gossip:
             if lacks_keys and not copy.suspected and owner_of(copy.endpoint) != peer.node:
                 lag = copy.keys.version - (entry.version if entry.incarnation == copy.incarnation else 0)
                 due = owed(copy.keys, copy.incarnation, entry, now)
-                debts += (Debt(copy.endpoint, copy.incarnation, *o, copy.url, copy.contact, lag) for o in due)
+                life, url, contact, zone = copy.incarnation, copy.url, copy.contact, copy.zone
+                debts += (Debt(copy.endpoint, life, *o, url, contact, lag, zone) for o in due)
             ahead = lacks_keys or lacks_load or copy.beat > (entry.incarnation, entry.heartbeat)
             behind = held > copy.held or loaded > copy.loaded
             if lacks_load or (kind is Kind.SYN and (ahead or behind)):

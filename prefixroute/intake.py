@@ -77,6 +77,8 @@ class Intake:
             self._reject_size(update)
             return
         copy.url, copy.contact = update.url or copy.url, update.contact or copy.contact
+        # Of one life there is one zone; an older relay leaves it out.
+        copy.zone = update.zone or (copy.zone if update.incarnation == copy.incarnation else "")
         self._members.learn_peer(owner_of(copy.endpoint), copy.contact, now)
         self._members.touched.add(copy.endpoint)
         self._tempo.stir(now)

@@ -164,7 +164,9 @@ class Members:
         left = self.left.pop(endpoint, None)
         if left is not None:
             incarnation = max(incarnation, min(left.incarnation + 1, MAX_INCARNATION))
-        copy = self.copies[endpoint] = Copy(endpoint, True, incarnation, now, url, self._settings.contact)
+        copy = self.copies[endpoint] = Copy(
+            endpoint, True, incarnation, now, url, self._settings.contact, self._settings.zone
+        )
         self._tempo.stir(now)
         return copy
 
@@ -270,6 +272,8 @@ class Members:
     def _begin_life(self, copy: Copy, incarnation: int, now: float) -> None:
         """The endpoint's process began anew: what its former life held is gone."""
         copy.incarnation, copy.heartbeat, copy.revision, copy.assembly = incarnation, 0, 0, None
+        # It may have begun anew elsewhere: until its snapshot says where, its zone may be any.
+        copy.zone = ""
         self._tempo.stir(now)
         if copy.keys.version:
             self._empty(copy, "incarnation", now)

@@ -18,6 +18,7 @@ except ModuleNotFoundError as error:
 
 from .node import Node
 from .overview import EndpointStats, NodeStats
+from .zones import FORWARDS
 
 _GROUPS = {
     "rejected_": ("prefixroute_datagrams_rejected", "Datagrams that could not be used.", "kind"),
@@ -52,6 +53,7 @@ class _NodeCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._node.stats(self._now)
         yield from _counters(stats)
+        yield from _zones(stats)
         yield from _predictions(stats)
         yield from _gauges(stats)
 
@@ -66,6 +68,8 @@ def render(node: Node, now: float) -> bytes:
 def _counters(stats: NodeStats) -> Iterator[Metric]:
     families: dict[str, CounterMetricFamily] = {}
     for name, value in sorted(stats.counters.items()):
+        if name.startswith("zone_"):
+            continue
         for prefix, (family, text, label) in _GROUPS.items():
             if name.startswith(prefix):
                 metric = families.setdefault(family, CounterMetricFamily(family, text, labels=["node", label]))
@@ -76,6 +80,28 @@ def _counters(stats: NodeStats) -> Iterator[Metric]:
             families[family] = CounterMetricFamily(family, name.replace("_", " ").capitalize() + ".", labels=["node"])
             families[family].add_metric([stats.node], value)
     yield from families.values()
+
+
+def _zones(stats: NodeStats) -> Iterator[Metric]:
+    """Forwards by pair of zones, those that a rule withheld, and the way to each peer; only what there is of each."""
+    labels = ["node", "from", "to"]
+    text = "Forwards that were tried, by the zones from and to."
+    forwards = CounterMetricFamily("prefixroute_zone_forwards", text, labels=labels)
+    text = "Prompts that might have been quicker in a zone from which a rule kept them."
+    withheld = CounterMetricFamily("prefixroute_zone_withheld", text, labels=[*labels, "rule"])
+    for name, value in sorted(stats.counters.items()):
+        if name.startswith("zone_forwards_"):
+            forwards.add_metric([stats.node, stats.zone, name.removeprefix("zone_forwards_")], value)
+        for rule in FORWARDS:
+            if name.startswith(f"zone_withheld_{rule}_"):
+                to = name.removeprefix(f"zone_withheld_{rule}_")
+                withheld.add_metric([stats.node, stats.zone, to, rule], value)
+    text = "Network round trip to a peer in seconds, as gossip measured it."
+    rtt = GaugeMetricFamily("prefixroute_peer_rtt_seconds", text, labels=["node", "peer", "zone"])
+    for way in stats.round_trips:
+        if way.rtt_s is not None:
+            rtt.add_metric([stats.node, way.peer, way.zone], way.rtt_s)
+    yield from (family for family in (forwards, withheld, rtt) if family.samples)
 
 
 def _predictions(stats: NodeStats) -> Iterator[Metric]:

@@ -45,13 +45,14 @@ from .events import (
 from .gossip import Datagram, Gossip
 from .load import LoadReport
 from .memo import ChainMemo
-from .overview import Digest, NodeStats, row_of
+from .overview import Digest, NodeStats, round_trips, row_of
 from .policy import Policy, RentOrBuy
 from .residency import Residency
 from .router import Flight, Hooks, Router
 from .settings import NodeSettings
 from .standing import Standing
 from .upkeep import Upkeep
+from .zones import Gate
 
 SEND_BYTES = 16384
 """Of an answer so much is encoded at once, or one datagram that is larger: 2 ms."""
@@ -100,6 +101,7 @@ class Node:
             self._events.append,
             self.counters,
             Hooks(self._learn, self._begun, self._ended),
+            Gate(self.settings.zone, self.settings.zones, self.counters) if self.settings.zone else None,
         )
         self._index, self._fleet = self._router.index, self._router.fleet
         self._upkeep = Upkeep(self._index)
@@ -340,7 +342,14 @@ class Node:
         ]
         peers = {peer.node: peer.state for peer in self._gossip.peers.values()}
         return NodeStats(
-            self.node, tuple(rows), peers, len(self._index), len(self._router.flights), dict(self.counters)
+            self.node,
+            tuple(rows),
+            peers,
+            len(self._index),
+            len(self._router.flights),
+            dict(self.counters),
+            self.settings.zone,
+            round_trips(self._gossip.peers.values(), self._gossip.copies.values()),
         )
 
     # --- upkeep --------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from .accuracy import Accuracy
 from .codec import Keys
+from .copies import Copy, Peer, owner_of
 from .endpoint import LocalEndpoint
 from .standing import Standing
 
@@ -17,6 +19,7 @@ class EndpointStats(NamedTuple):
     (``silent``: routing history stands in); "" of a peer. `inflated` counts the times that more blocks were live than
     its engine has. `blocks` are those that peers are told of, at stride 1: of a hybrid model the ends of hits and their
     marks (`ends`). `accuracy` compares what this node predicted of it with the cached tokens of its answers.
+    `zone` is its owner's label, "" while it is not known.
     """
 
     endpoint: str
@@ -34,10 +37,22 @@ class EndpointStats(NamedTuple):
     residency: str = ""
     inflated: int = 0
     accuracy: Accuracy = Accuracy()
+    zone: str = ""
+
+
+class RoundTrip(NamedTuple):
+    """A peer, its zone as its endpoints tell it, and the round trip to it as gossip measured it; None while it did not.
+
+    A peer without endpoints, a gateway, has no zone: nothing is forwarded to it.
+    """
+
+    peer: str
+    zone: str
+    rtt_s: float | None
 
 
 class NodeStats(NamedTuple):
-    """A node's view at one moment."""
+    """A node's view at one moment. `zone` is its own label, `round_trips` are those to its peers."""
 
     node: str
     endpoints: tuple[EndpointStats, ...]
@@ -45,6 +60,8 @@ class NodeStats(NamedTuple):
     index_keys: int
     in_flight: int
     counters: dict[str, int]
+    zone: str = ""
+    round_trips: tuple[RoundTrip, ...] = ()
 
 
 class Digest(NamedTuple):
@@ -78,4 +95,11 @@ def row_of(standing: Standing, local: LocalEndpoint | None, usable: bool, now: f
         "" if local is None else local.state,
         0 if local is None else local.residency.counts.inflated,
         standing.accuracy,
+        standing.zone,
     )
+
+
+def round_trips(peers: Iterable[Peer], copies: Iterable[Copy]) -> tuple[RoundTrip, ...]:
+    """Return the way to each peer. O(peers + endpoints)."""
+    zones = {owner_of(copy.endpoint): copy.zone for copy in copies if copy.zone}
+    return tuple(RoundTrip(peer.node, zones.get(peer.node, ""), peer.rtt_s) for peer in peers)

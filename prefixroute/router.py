@@ -6,6 +6,8 @@ Rules:
 3. A failed attempt goes to the next fallback; local execution is the last one.
 4. A target that finds itself slower than the decision's budget hands the prompt back, once; it is decided anew.
 5. Late, repeated and missing reports are harmless.
+6. Rules for zones (`zones`) come before the policy, so that each policy obeys them: where nothing may go there is no
+   candidate, no fallback and no last resort; what would have to save more than it does waits behind all others.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from operator import attrgetter
 from typing import NamedTuple
 
 from .chain import TokenChain
@@ -26,11 +29,14 @@ from .index import DEEPEST, MergedIndex
 from .policy import Policy, Request
 from .predictions import Predictions
 from .standing import Candidate, Standing
+from .zones import Gate, Withheld
 
 MAX_FALLBACKS = 3
 MAX_LOCAL = 64
 """Local endpoints weighed: more ranks than one node serves."""
 
+_COST = attrgetter("cost_s")
+_NOBODY: tuple[Candidate, ...] = ()
 _ANSWERS = (OutcomeKind.SERVED, OutcomeKind.DECLINED)
 _FAILURES = (OutcomeKind.FAILED, OutcomeKind.TIMED_OUT)
 _OUTCOMES = {kind: f"outcomes_{kind.value.replace(' ', '_')}" for kind in OutcomeKind}
@@ -79,11 +85,12 @@ class Router:
         emit: Callable[[NodeEvent], None],
         counters: Counter[str],
         hooks: Hooks,
+        gate: Gate | None = None,
     ) -> None:
         self.policy = policy
         self._keeps_local = bool(getattr(policy, "keeps_local", False))
         self.index = MergedIndex()
-        self.fleet = Fleet(rng)
+        self.fleet = Fleet(rng, gate)
         self.flights: dict[int, Flight] = {}
         self._block_tokens = block_tokens
         self._timeout_s = timeout_s
@@ -93,6 +100,7 @@ class Router:
         self._emit = emit
         self._counters = counters
         self._hooks = hooks
+        self._gate = gate
         self._predictions = Predictions()
         self._tickets = 0
 
@@ -120,6 +128,9 @@ class Router:
         if without:
             others = [c for c in candidates if c.endpoint != without]
             candidates, reserve = (others, reserve) if others else (reserve or candidates, [])
+        gate = self._gate
+        if gate is not None and not forwarded:
+            candidates, withheld = self._sift(candidates, gate)
         # All named tuples of this path are made so: without the call that checks their fields' names.
         request = tuple.__new__(Request, (chain, now))
         order, reason, budget_s = self.policy.choose(request, candidates, self._rng)
@@ -133,6 +144,11 @@ class Router:
         local: list[str] = []
         for c in (*order[1:], *reserve) if reserve else order[1:]:
             (local if c.local else remote).append(c.endpoint)
+        zone, excluded = "", _NOBODY
+        if gate is not None and not forwarded:
+            candidates += withheld
+            local += [c.endpoint for c in withheld[:MAX_FALLBACKS]]
+            zone, excluded = gate.zone, self._excluded(chain, candidates, gate, now)
         decision = tuple.__new__(
             Decision,
             (
@@ -149,6 +165,8 @@ class Router:
                 tuple(candidates),
                 inf if best.local else budget_s,
                 False,
+                zone,
+                excluded,
             ),
         )
         return decision, best
@@ -199,32 +217,39 @@ class Router:
         fleet, index, block, n = self.fleet, self.index, self._block_tokens, chain.n_tokens
         # Push-back is relative: it is honoured while somebody who does not push back exists. This node's own endpoints
         # stay: how long they are busy is known here, and counts.
-        usable, ours = fleet.usable, fleet.local
+        usable, ours, guarded = fleet.usable, fleet.local, 0 if forwarded else fleet.guarded
         free = usable & ~fleet.overloaded
         eligible = ours if forwarded else (free | usable & ours if free else usable)
+        if guarded:
+            # Who has to save something is compared with the others, busy or not: it is no reason to leave them alone.
+            near = usable & ~guarded
+            eligible = free & ~guarded | near & ours if free & ~guarded else near
+            eligible |= (free if free else usable) & guarded
         if self._keeps_local:
             eligible |= ours
         looked_at = eligible | ours
-        strata = index.search(chain, DEEPEST, looked_at)
-        unseen, most = looked_at, 2
         depths: dict[Standing, int] = {}
-        for depth, mask in strata:
-            unseen &= ~mask
-            if mask & ours:
-                for standing in fleet.cheapest(mask & ours, MAX_LOCAL):
-                    depths[standing] = depth
-                mask &= ~ours
-            if mask:
-                for standing in fleet.cheapest(mask, most):
-                    depths[standing] = depth
-            most = 1
-        if unseen:
-            # Beyond the strata that were asked for, an endpoint may still hold a shorter prefix.
-            more = len(strata) == DEEPEST
-            for standing in fleet.cheapest(unseen & ~ours, 1):
-                depths[standing] = index.depth(chain, standing.bit) if more else 0
-            for standing in fleet.cheapest(unseen & ours, MAX_LOCAL):
-                depths[standing] = index.depth(chain, standing.bit) if more else 0
+        # Far ones must not be looked at instead of near ones: they may come to nothing.
+        for within in (looked_at & ~guarded, looked_at & guarded) if guarded else (looked_at,):
+            strata = index.search(chain, DEEPEST, within)
+            unseen, most = within, 2
+            for depth, mask in strata:
+                unseen &= ~mask
+                if mask & ours:
+                    for standing in fleet.cheapest(mask & ours, MAX_LOCAL):
+                        depths[standing] = depth
+                    mask &= ~ours
+                if mask:
+                    for standing in fleet.cheapest(mask, most):
+                        depths[standing] = depth
+                most = 1
+            if unseen:
+                # Beyond the strata that were asked for, an endpoint may still hold a shorter prefix.
+                more = len(strata) == DEEPEST
+                for standing in fleet.cheapest(unseen & ~ours, 1):
+                    depths[standing] = index.depth(chain, standing.bit) if more else 0
+                for standing in fleet.cheapest(unseen & ours, MAX_LOCAL):
+                    depths[standing] = index.depth(chain, standing.bit) if more else 0
         predicted = 0
         for standing, depth in self._predictions.match(chain, now, depths, index.sparse):
             # An endpoint that left is still in the predictions, and its bit may be another's by now.
@@ -249,7 +274,49 @@ class Router:
         standings = self.fleet.standings.values()
         if not standings:
             raise UsageError("no endpoint is known: add_endpoint, or add_peer and let gossip run first")
-        return [standing.weigh(0, n_tokens, block, now) for standing in standings]
+        allowed = [standing.weigh(0, n_tokens, block, now) for standing in standings if standing.needs_s < inf]
+        if not allowed and self._gate is not None:
+            raise UsageError(f"the rules of zone {self._gate.zone!r} forbid forwards to every endpoint that is known")
+        return allowed
+
+    def _sift(self, candidates: list[Candidate], gate: Gate) -> tuple[list[Candidate], list[Candidate]]:
+        """Return those to choose from, and by cost those that save too little against the best that need not save."""
+        guarded, standings = self.fleet.guarded, self.fleet.standings
+        if not guarded:
+            return candidates, []
+        best_s = inf
+        for c in candidates:
+            if c.cost_s < best_s and not standings[c.endpoint].bit & guarded:
+                best_s = c.cost_s
+        kept: list[Candidate] = []
+        withheld: list[Candidate] = []
+        for c in candidates:
+            needs_s, saves_s = standings[c.endpoint].needs_s, best_s - c.cost_s
+            if saves_s >= needs_s or not needs_s:
+                kept.append(c)
+                continue
+            withheld.append(c._replace(withheld=Withheld(needs_s, saves_s)))
+            if saves_s > 0:
+                gate.withheld("above", c.zone)
+        withheld.sort(key=_COST)
+        return kept, withheld
+
+    def _excluded(
+        self, chain: TokenChain, candidates: list[Candidate], gate: Gate, now: float
+    ) -> tuple[Candidate, ...]:
+        """The endpoint to which nothing may go, if it holds more of the prompt than any candidate does."""
+        barred = self.fleet.barred
+        if not barred:
+            return ()
+        for depth, mask in self.index.search(chain, 1, barred):
+            if depth > max([c.depth for c in candidates]):
+                standing = self.fleet.cheapest(mask & barred, 1)[0]
+                c = standing.weigh(depth, chain.n_tokens, self._block_tokens, now)
+                saves_s = min([other.cost_s for other in candidates if other.withheld is None]) - c.cost_s
+                if saves_s > 0:
+                    gate.withheld("never", c.zone)
+                return (c._replace(withheld=Withheld(inf, saves_s)),)
+        return ()
 
     # --- following up --------------------------------------------------------------------------------------
 
@@ -258,6 +325,8 @@ class Router:
         tokens = candidate.prompt_tokens - candidate.matched_tokens
         work_s = candidate.overhead_s + candidate.prefill_s
         hit, until = candidate.matched_tokens > 0, now + self._timeout_s
+        if self._gate is not None and not standing.local:
+            self._gate.forwarded(standing.zone)
         self.fleet.book(standing, flight.decision.id, work_s, tokens, hit, now, until)
         self._predictions.sent(flight.decision.id, flight.chain, standing, now)
         if standing.local:
@@ -274,10 +343,14 @@ class Router:
         if standing is not None and self.fleet.release(standing, flight.decision.id, now):
             self.fleet.rank(standing, now)
 
-    def _anew(self, flight: Flight, now: float) -> str:
+    def _anew(self, flight: Flight, now: float) -> str | None:
         """Decide again for a prompt that its target handed back. Whoever gets it now keeps it."""
         flight.handed_back = True
-        flight.decision, best = self._decide(flight.decision.id, flight.chain, False, now, flight.target)
+        try:
+            flight.decision, best = self._decide(flight.decision.id, flight.chain, False, now, flight.target)
+        except UsageError:
+            # Nobody is left to decide between: those there were have gone, or to where nothing may follow.
+            return self._next(flight, now)
         flight.target, flight.left, flight.sent_at = best.endpoint, list(flight.decision.fallbacks), now
         self._book(flight, self.fleet.standings[best.endpoint], best, now)
         return best.endpoint
@@ -285,6 +358,9 @@ class Router:
     def _next(self, flight: Flight, now: float) -> str | None:
         """Send the request on to the next fallback that is usable; else to a local one; else to whoever is left."""
         left = [self.fleet.standings[name] for name in flight.left if name in self.fleet.standings]
+        if self._gate is not None:
+            # One may have begun anew in another zone meanwhile.
+            left = [standing for standing in left if standing.needs_s < inf]
         if not left:
             del self.flights[flight.decision.id]
             self._counters["exhausted"] += 1
@@ -292,7 +368,10 @@ class Router:
         usable = (standing for standing in left if standing.bit & self.fleet.usable)
         locals_ = (standing for standing in left if standing.local)
         standing = next(usable, None) or next(locals_, left[0])
-        flight.left = [other.name for other in left[left.index(standing) + 1 :]]
+        at = left.index(standing)
+        # A local one comes before those that save too little; passed by while it refuses, it is the last one again.
+        passed = [] if standing.local else [other for other in left[:at] if other.local]
+        flight.left = [other.name for other in (*left[at + 1 :], *passed)]
         flight.target, flight.sent_at = standing.name, now
         self._book(flight, standing, self._candidate(flight, standing), now)
         self._counters["fallbacks"] += 1

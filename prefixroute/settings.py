@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from .errors import UsageError
 from .load import PushBackSettings
 from .tempo import GossipSettings
+from .zones import Zones
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,16 +16,21 @@ class NodeSettings(GossipSettings):
 
     `digest_bytes` is what a snapshot of one endpoint's digest may take: while all blocks fit, some 10,000, each is
     published; of more only every k-th, and the ends of edges and requests, with the smallest k that fits.
+
+    `zones` are the rules for forwards between zones; who has rules says its own `zone` too.
     """
 
     push_back: PushBackSettings = field(default_factory=PushBackSettings)
     digest_bytes: int = 49152
     outcome_timeout_s: float = 120.0
     max_in_flight: int = 65536
+    zones: Zones = field(default_factory=Zones)
 
     def __post_init__(self) -> None:
         GossipSettings.__post_init__(self)
         if self.outcome_timeout_s <= 0 or self.max_in_flight < 1:
             raise UsageError("a node needs outcome_timeout_s > 0 and max_in_flight >= 1")
+        if self.zones and not self.zone:
+            raise UsageError("zones need a zone: the label of this node's own, by which its rules are found")
         if self.digest_bytes < 0:
             raise UsageError("a node needs digest_bytes >= 0; 0 publishes as little as anchors allow")

@@ -24,6 +24,7 @@ from .load import (
     Suspension,
     learnt,
 )
+from .zones import Withheld
 
 BELIEF = 0.95
 """Share of a remote match that is counted: a digest lags its owner by a round or so."""
@@ -46,7 +47,8 @@ class Candidate(NamedTuple):
     token, `queued` requests there that have no first token yet. `room_tokens` fit its cache without an eviction, and
     what is evicted there was idle for `eviction_age_s`; both are infinite while nothing tells that the cache is full.
     `predicted` says that part of the match is no more than expected: the endpoint was sent that prompt a moment ago.
-    `arrivals_per_s` are requests that come to it.
+    `arrivals_per_s` are requests that come to it. `zone` is its owner's label, "" while it is not known, and `withheld`
+    why a rule for zones passed it over.
     """
 
     endpoint: str
@@ -68,6 +70,8 @@ class Candidate(NamedTuple):
     eviction_age_s: float = inf
     predicted: bool = False
     arrivals_per_s: float = 0.0
+    zone: str = ""
+    withheld: Withheld | None = None
 
     @property
     def evicted_tokens(self) -> float:
@@ -115,6 +119,7 @@ class Standing:
         "ledger",
         "local",
         "name",
+        "needs_s",
         "overhead_s",
         "peer",
         "probed_tokens",
@@ -128,6 +133,7 @@ class Standing:
         "state",
         "suspension",
         "trust",
+        "zone",
     )
 
     def __init__(self, copy: Copy, peer: Peer | None, bit: int, now: float) -> None:
@@ -161,6 +167,8 @@ class Standing:
         self._surprised_at = now
         self._queue_s = 0.0
         self._queue_at: float | None = None
+        self.needs_s = 0.0
+        """Seconds that a forward there has to save by the rules for zones; infinite: none may go there."""
         self.rank: tuple[float, float, int] | None = None
         """Where it is in the fleet's ranking: cost before any prefill, a draw for ties, its bit."""
         self.refresh(now)
@@ -180,6 +188,7 @@ class Standing:
         self._waiting = report.waiting
         self._room_tokens, self._eviction_age_s = advert.room_tokens, advert.eviction_age_s
         self.hit_unit = advert.hit_unit
+        self.zone = copy.zone
         measured = self.peer.rtt_s if self.peer is not None else None
         self.rtt_s = 0.0 if self.local else self.default_rtt_s if measured is None else measured
         self.confidence = advert.confidence * self.trust
@@ -296,5 +305,7 @@ class Standing:
                 self._eviction_age_s,
                 predicted,
                 self._arrivals.per_s(now) if local else copy.advert.arrivals_per_s,
+                self.zone,
+                None,
             ),
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .errors import UsageError
+from .zones import checked
 
 QUIET_AFTER_S = 1.0
 """Without news for so long, a node slows down."""
@@ -34,7 +35,8 @@ class GossipSettings:
 
     An endpoint is no candidate when it is unheard for longer than its rhythm lets expect, at least `suspect_after_s`;
     it is forgotten after `forget_after_s`. With `learn_peers`, nodes that others speak of become peers, at the
-    `contact` that they give: a text that the transport takes for an address ("host:port" with UDP).
+    `contact` that they give: a text that the transport takes for an address ("host:port" with UDP). `zone` is the
+    label of this node's zone; others learn it with the first snapshot of an endpoint (`zones`).
 
     `max_endpoints` and `max_keys` (of one endpoint) bound what peers can make a node keep.
     """
@@ -50,6 +52,7 @@ class GossipSettings:
     forget_after_s: float = 60.0
     learn_peers: bool = False
     contact: str = ""
+    zone: str = ""
     max_endpoints: int = 4096
     max_keys: int = 1 << 22
 
@@ -66,6 +69,7 @@ class GossipSettings:
             raise UsageError("gossip needs interval_s < suspect_after_s < forget_after_s")
         if len(self.contact.encode()) > 80:
             raise UsageError("a contact has at most 80 bytes")
+        checked(self.zone)
         if self.learn_peers and not self.contact:
             raise UsageError("learn_peers needs a contact: where others reach this node, as its transport writes it")
         if self.max_endpoints < 1 or self.max_keys < 1:

@@ -30,6 +30,9 @@ UPDATE_OVERHEAD_BYTES = 80
 LEAST_KEY_BYTES = 128
 """No part is cut smaller than this many bytes of keys: it would be all frame."""
 
+ZONE_BYTES = 40
+"""Upper bound of a zone's label."""
+
 PART_KEYS = 48
 """A part's arrays take as much as so many keys."""
 
@@ -46,7 +49,7 @@ EVERYTHING = ((0, KEY_LIMIT),)
 
 
 class Debt(NamedTuple):
-    """What one peer is owed of one endpoint: `change`, in these ranges of keys. Addresses ride in snapshots.
+    """What one peer is owed of one endpoint: `change`, in these ranges of keys. Addresses and zone ride in snapshots.
 
     `lag` are the versions that the peer lacks of the endpoint.
     """
@@ -58,6 +61,7 @@ class Debt(NamedTuple):
     url: str = ""
     contact: str = ""
     lag: int = 0
+    zone: str = ""
 
 
 class Owed(NamedTuple):
@@ -106,14 +110,14 @@ def cut(debt: Debt, lower: int, upper: int, room: int) -> tuple[bytes | None, in
     (None, lower) when not even a small part fits. O(log n + part).
     """
     change = debt.change
-    url, contact = _addresses(debt)
     fitting = _fit(change, lower, upper, room - _frame_bytes(debt))
     if fitting is None:
         return None, lower
     end = 0 if fitting == KEY_LIMIT else fitting
     versions = (change.since, change.version, change.checksum, change.every)
     codes = _codes(change, lower, fitting)
-    return encode_part(Update(debt.endpoint, debt.incarnation, *versions, lower, end, *codes, url, contact)), fitting
+    update = Update(debt.endpoint, debt.incarnation, *versions, lower, end, *codes, *_addresses(debt))
+    return encode_part(update), fitting
 
 
 def fits_whole(debt: Debt, lower: int, upper: int, room: int) -> bool:
@@ -121,9 +125,9 @@ def fits_whole(debt: Debt, lower: int, upper: int, room: int) -> bool:
     return _fits_whole(debt.change, lower, upper, room - _frame_bytes(debt))
 
 
-def least_room(addresses_bytes: int = 256 + 80, name_bytes: int = 80) -> int:
-    """Return how many bytes a datagram must leave for updates, so that every transfer goes on."""
-    return UPDATE_OVERHEAD_BYTES + name_bytes + addresses_bytes + LEAST_KEY_BYTES
+def least_room(zoned: bool = False, addresses_bytes: int = 256 + 80, name_bytes: int = 80) -> int:
+    """Return how many bytes a datagram must leave for updates, so that every transfer goes on, `zoned` or not."""
+    return UPDATE_OVERHEAD_BYTES + name_bytes + addresses_bytes + LEAST_KEY_BYTES + (ZONE_BYTES if zoned else 0)
 
 
 def decode_keys(update: Update, held: Keys) -> tuple[Keys, Keys]:
@@ -141,8 +145,9 @@ def decode_keys(update: Update, held: Keys) -> tuple[Keys, Keys]:
     return added, inside[decode_sorted(update.removed, len(inside)).astype(np.int64)]
 
 
-def _addresses(debt: Debt) -> tuple[str, str]:
-    return (debt.url, debt.contact) if debt.change.since == 0 else ("", "")
+def _addresses(debt: Debt) -> tuple[str, str, str]:
+    """What rides in snapshots."""
+    return (debt.url, debt.contact, debt.zone) if debt.change.since == 0 else ("", "", "")
 
 
 def _frame_bytes(debt: Debt) -> int:

@@ -102,6 +102,7 @@ def test_golden_files_cover_every_kind_and_every_optional_field() -> None:
     assert all(update.removed for update in updates if update.since)
     assert any(update.every > 1 for update in updates)
     assert any(update.contact for update in updates)
+    assert {bool(update.zone) for update in updates if not update.since} == {True, False}
 
 
 # --- round trips -------------------------------------------------------------------------------------------
@@ -112,8 +113,10 @@ def test_golden_files_cover_every_kind_and_every_optional_field() -> None:
 def test_every_message_comes_back(kind: Kind, message: Message) -> None:
     parts = [encode_part(entry) for entry in message.vector], [encode_part(update) for update in message.updates]
     data = encode(kind, DOMAIN.fingerprint, SECRET, message, *parts)
-    # A contact that says nothing is left out, as the wire's older readers would have it.
-    fields = msgspec.structs.astuple(message)
+    # A contact that says nothing is left out, and so is a zone, as the wire's older readers would have it.
+    fields = list(msgspec.structs.astuple(message))
+    told = [msgspec.structs.astuple(update) for update in message.updates]
+    fields[6] = [one if one[-1] else one[:-1] for one in told]
     assert data == tagged(pack(fields if message.contact else fields[:-1]), kind)
     assert decode(data, SECRET) == Envelope(kind, DOMAIN.fingerprint, message)
 
@@ -135,7 +138,7 @@ def test_overhead_bounds_a_datagram_of_many_parts() -> None:
 ENTRY = ["a/0", 1, 1, 1, 0, 0, 0, None, None]
 LOAD = [0, 0, 0, 0, 0, 0, 0, 0, 0, "", 0, 100, 0, 0, 0]
 WANT = [1, 0, 1, [[0, 9]]]
-UPDATE = ["a/0", 1, 0, 1, 0, 1, 0, KEY_LIMIT, b"", b"", "", ""]
+UPDATE = ["a/0", 1, 0, 1, 0, 1, 0, KEY_LIMIT, b"", b"", "", "", ""]
 HEAD = ["a", 0, 0, False, None, [], []]
 
 
@@ -190,7 +193,7 @@ OUT_OF_BOUNDS = {
         for at, value in (
             *((0, "x" * 81), (1, 0), (1, 2**63), (2, -1), (2, 2**63), (3, 0), (3, 2**63), (4, "7"), (5, 0), (5, 33)),
             *((6, -1), (6, KEY_LIMIT + 1), (7, -1), (7, KEY_LIMIT + 1), (8, "text"), (8, [1]), (9, None)),
-            *((10, "x" * 257), (11, "x" * 257), (11, b"")),
+            *((10, "x" * 257), (11, "x" * 257), (11, b""), (12, "x" * 41), (12, None)),
         )
     },
     "update short": with_field(HEAD, 6, [UPDATE[:9]]),
@@ -207,6 +210,7 @@ def test_the_fields_around_which_bounds_were_tried_are_good() -> None:
     wants = [WANT, with_field(WANT, 3, [[0, KEY_LIMIT]] * MAX_MISSING)]
     good += [in_entry(with_field(ENTRY, 8, want)) for want in wants]
     good += [in_entry(with_field(ENTRY, 2, LAST_BEAT)), with_field(HEAD, 6, [with_field(UPDATE, 5, 32)])]
+    good += [with_field(HEAD, 6, [with_field(UPDATE, 12, "x" * 40)])]
     for body in (*good, with_field(HEAD, 6, [UPDATE])):
         assert refusal(tagged(pack(body))) == ""
 
@@ -226,6 +230,8 @@ def test_fields_that_an_earlier_release_lacks_take_their_defaults() -> None:
     assert message.vector == [VectorEntry("a/0", 3, 4, 0, 0, 0, 0, None, None)]
     message = decode(tagged(pack(with_field(HEAD, 6, [UPDATE[:10]]))), SECRET).message
     assert (message.updates[0].url, message.updates[0].contact) == ("", "")
+    message = decode(tagged(pack(with_field(HEAD, 6, [UPDATE[:12]]))), SECRET).message
+    assert message.updates == [Update("a/0", 1, 0, 1, 0, 1, 0, KEY_LIMIT, b"", b"")]
 
 
 @pytest.mark.parametrize("state", PushBackState)

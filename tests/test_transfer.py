@@ -45,21 +45,22 @@ borders = keys_at | st.just(KEY_LIMIT)
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=80)
 urls = st.text(st.characters(exclude_categories=["Cs"]), max_size=256)
 contacts = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
+zones = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
 # --- cutting -----------------------------------------------------------------------------------------------
 
 
 @settings(QUICK, max_examples=250)
-@given(cases(), borders, borders, st.integers(-50, 1500), names, urls, contacts)
+@given(cases(), borders, borders, st.integers(-50, 1500), names, urls, contacts, zones)
 def test_a_part_fits_any_room_and_is_what_the_range_holds(
-    case: Case, one: int, other: int, room: int, endpoint: str, url: str, contact: str
+    case: Case, one: int, other: int, room: int, endpoint: str, url: str, contact: str, zone: str
 ) -> None:
     lower, upper = sorted((one, other))
     assume(lower < upper)
-    part, end = cut(debt_of(case.change, endpoint, url, contact), lower, upper, room)
+    part, end = cut(debt_of(case.change, endpoint, url, contact, zone), lower, upper, room)
     if part is None:
-        addresses = url + contact if case.change.since == 0 else ""
+        addresses = url + contact + zone if case.change.since == 0 else ""
         assert end == lower
         assert room < UPDATE_OVERHEAD_BYTES + len((endpoint + addresses).encode()) + LEAST_KEY_BYTES
         return
@@ -67,7 +68,8 @@ def test_a_part_fits_any_room_and_is_what_the_range_holds(
     assert lower < end <= upper
     update = check_part(part, case, lower, end)
     assert (update.endpoint, update.incarnation) == (endpoint, LIFE)
-    assert (update.url, update.contact) == ((url, contact) if case.change.since == 0 else ("", ""))
+    told = (update.url, update.contact, update.zone)
+    assert told == ((url, contact, zone) if case.change.since == 0 else ("", "", ""))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -79,7 +81,8 @@ def test_large_changes_fit_any_room_and_always_go_on(seed: int) -> None:
     case = delta_of(before, before - gone | more) if seed % 2 else snapshot_of(before)
     lower = 0
     while lower < KEY_LIMIT:
-        debt, room = debt_of(case.change, "x" * 80, "u" * 256, "c" * 80), least_room() + rng.randrange(900)
+        debt = debt_of(case.change, "x" * 80, "u" * 256, "c" * 80, "z" * 40)
+        room = least_room(True) + rng.randrange(900)
         part, end = cut(debt, lower, KEY_LIMIT, room)
         assert part is not None
         assert len(part) <= room
@@ -93,21 +96,21 @@ def test_the_overhead_bounds_the_largest_fields() -> None:
     n = 70000
     update = Update(
         *(endpoint, 2**63 - 1, 2**63 - 1, 2**63 - 1, 2**64 - 1, 32, KEY_LIMIT - 1, KEY_LIMIT),
-        *(bytes(n), bytes(n), url, endpoint),
+        *(bytes(n), bytes(n), url, endpoint, "z" * 40),
     )
-    assert len(encode_part(update)) <= UPDATE_OVERHEAD_BYTES + 2 * len(endpoint) + len(url) + 2 * n
+    assert len(encode_part(update)) <= UPDATE_OVERHEAD_BYTES + 2 * len(endpoint) + len(url) + 40 + 2 * n
 
 
 def test_the_least_room_takes_a_part_of_any_debt() -> None:
     rng = random.Random(1)
     before, after = ({rng.getrandbits(48) for _ in range(2000)} for _ in range(2))
     for case in (snapshot_of(after), delta_of(before, after)):
-        debt = debt_of(case.change, "x" * 80, "u" * 256, "c" * 80)
-        part, end = cut(debt, 0, KEY_LIMIT, least_room())
+        debt = debt_of(case.change, "x" * 80, "u" * 256, "c" * 80, "z" * 40)
+        part, end = cut(debt, 0, KEY_LIMIT, least_room(True))
         assert part is not None
         assert 0 < end < KEY_LIMIT
-    first = debt_of(snapshot_of(after).change, "x" * 80, "u" * 256, "c" * 80)
-    assert cut(first, 0, KEY_LIMIT, least_room() - 1) == (None, 0)
+    first = debt_of(snapshot_of(after).change, "x" * 80, "u" * 256, "c" * 80, "z" * 40)
+    assert cut(first, 0, KEY_LIMIT, least_room(True) - 1) == (None, 0)
 
 
 @QUICK

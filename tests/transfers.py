@@ -54,8 +54,8 @@ def delta_of(before: set[int], after: set[int]) -> Case:
     return case_of([before, after], 1, 2)
 
 
-def debt_of(change: Change, endpoint: str = "a/0", url: str = "http://a", contact: str = "a:7") -> Debt:
-    return Debt(endpoint, LIFE, change, EVERYTHING, url, contact)
+def debt_of(change: Change, endpoint: str = "a/0", url: str = "http://a", contact: str = "a:7", zone: str = "") -> Debt:
+    return Debt(endpoint, LIFE, change, EVERYTHING, url, contact, zone=zone)
 
 
 @st.composite

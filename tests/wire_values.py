@@ -17,6 +17,7 @@ def ints(low: int, high: int) -> st.SearchStrategy[int]:
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 name = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=80)
 url = texts.map(lambda t: t[:256])
+zone = st.sampled_from(["", "eu", "z" * 40]) | texts.map(lambda t: t[:40])
 u16, u32, u63, ordinal = ints(0, 2**16 - 1), ints(0, 2**32 - 1), ints(0, 2**63 - 1), ints(1, 2**63 - 1)
 u48 = ints(0, KEY_LIMIT)
 percent = ints(0, 100)
@@ -45,7 +46,7 @@ entries = st.builds(VectorEntry, name, ordinal, u63, u63, u16, u32, u63, st.none
 updates = st.builds(
     Update,
     *(name, ordinal, u63, ordinal, ints(0, 2**64 - 1), strides, u48, u48),
-    *(st.binary(), st.binary(), url, url),
+    *(st.binary(), st.binary(), url, url, zone),
 )
 domains = st.none() | st.dictionaries(name, url, max_size=16)
 messages = st.builds(

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from prefixroute import POLICIES, UsageError
+from prefixroute import POLICIES, UsageError, ZoneRule, Zones
 
 from .cells import DEFAULT, RULES, CellSettings, run_cell, summary, table, trace_of, unit_trace
 from .faults import KINDS, Fault, FaultSettings, Faulty, served_once
@@ -37,6 +37,15 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     zones: tuple[str, str]
     delay_ms: float
+
+
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"source": "from"}):
+    """What nodes of one zone forward to another one: a `ZoneRule`. Zones are named as above, ``*`` is any."""
+
+    source: str
+    to: str
+    forward: str = "always"
+    saving_ms: float = 0.0
 
 
 class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,11 +93,12 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A what-if: zones and the links between them, engines, workload, gossip, failures, policies, seeds."""
+    """A what-if: zones, the links and rules between them, engines, workload, gossip, failures, policies, seeds."""
 
     title: str = ""
     zones: tuple[Zone, ...] = (Zone("here"),)
     links: tuple[Link, ...] = ()
+    rules: tuple[Rule, ...] = ()
     inside_ms: float = 0.5
     """One-way delay inside a zone."""
     engine: Engine = Engine()
@@ -123,6 +133,20 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         zones = self.zone_of()
         return tuple(tuple(between(a, b) for b in zones) for a in zones)
 
+    def zone_rules(self) -> Zones:
+        """Return the rules between zones. Raises `UsageError` for one of a zone that is not there, or said twice."""
+        names = [zone.name for zone in self.zones]
+        rules: dict[tuple[str, str], ZoneRule] = {}
+        for rule in self.rules:
+            pair = (rule.source, rule.to)
+            for name in pair:
+                if name not in (*names, "*"):
+                    raise UsageError(f"a rule names the zone {name!r}; the zones are {', '.join(names)}")
+            if pair in rules:
+                raise UsageError(f"two rules are from {rule.source} to {rule.to}")
+            rules[pair] = ZoneRule(rule.forward, rule.saving_ms / 1000)
+        return Zones(rules)
+
     def cell(self, folder: Path) -> CellSettings:
         """Return the cell of this scenario; the workload's file is looked for in `folder`."""
         zones, workload = self.zone_of(), self.workload
@@ -142,6 +166,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "loss": self.gossip.loss,
             "timeout_s": self.timeout_s if self.failures else 3600.0,
         }
+        if self.rules:
+            extra["zones"] = tuple(self.zones[zone].name for zone in zones)
+            extra["rules"] = self.zone_rules()
         speed = Speed(
             engine.overhead_ms / 1000,
             1 / engine.prefill_tokens_per_s,
@@ -195,6 +222,8 @@ def _check(scenario: Scenario, path: Path) -> None:
             raise UsageError(f"{path}: a failure is of {', '.join(KINDS)}, at a node from 0 to {nodes - 1}")
     if scenario.failures and set(scenario.policies) - set(POLICIES):
         raise UsageError(f"{path}: with failures the policies are of {', '.join(POLICIES)}")
+    if scenario.rules and set(scenario.policies) - set(POLICIES):
+        raise UsageError(f"{path}: with rules the policies are of {', '.join(POLICIES)}")
 
 
 # --- running -----------------------------------------------------------------------------------------------
@@ -205,6 +234,8 @@ class _Run(msgspec.Struct, frozen=True):
     shares: list[float]
     """Share of requests that each node served."""
     counts: dict[str, int]
+    forwards: dict[str, float]
+    """Forwards that were tried, by the zones from and to, for each request."""
 
 
 def _task(task: tuple[Scenario, Path, str, int]) -> _Run:
@@ -223,7 +254,12 @@ def _task(task: tuple[Scenario, Path, str, int]) -> _Run:
         one = run_cell(cell, policy, seed)
         served, found = one.served, one.figures
     shares = Counter(served.server)
-    return _Run(found, [round(shares[i] / cell.requests, 4) for i in range(cell.nodes)], counts)
+    zones = [scenario.zones[i].name for i in scenario.zone_of()]
+    forwards: Counter[str] = Counter()
+    for (origin, target), n in served.forwards.items():
+        forwards[f"{zones[origin]} > {zones[target]}"] += n
+    by_pair = {pair: n / cell.requests for pair, n in sorted(forwards.items())}
+    return _Run(found, [round(shares[i] / cell.requests, 4) for i in range(cell.nodes)], counts, by_pair)
 
 
 def run(scenario: Scenario, folder: Path, workers: int = 1, silent: bool = True) -> dict[str, Any]:
@@ -242,11 +278,32 @@ def run(scenario: Scenario, folder: Path, workers: int = 1, silent: bool = True)
             "node_shares": [
                 round(sum(each) / len(mine), 4) for each in zip(*(one.shares for one in mine), strict=True)
             ],
+            "forwards": _means([one.forwards for one in mine]),
             **{name: sum(one.counts[name] for one in mine) for name in mine[0].counts},
         }
         for policy, mine in by_policy.items()
     }
     return result
+
+
+def compare(scenario: Scenario, folder: Path, workers: int = 1, silent: bool = True) -> dict[str, Any]:
+    """Run a scenario with its rules, with each replaced by always, and by never; return by name what `run` does."""
+    if not scenario.rules:
+        raise UsageError("there are no rules to compare: the scenario has none")
+    return {name: run(told, folder, workers, silent) for name, told in _variants(scenario).items()}
+
+
+def _variants(scenario: Scenario) -> dict[str, Scenario]:
+    def all_of(forward: str) -> Scenario:
+        rules = tuple(msgspec.structs.replace(rule, forward=forward, saving_ms=0.0) for rule in scenario.rules)
+        return msgspec.structs.replace(scenario, rules=rules)
+
+    return {"always": all_of("always"), "as given": scenario, "never": all_of("never")}
+
+
+def _means(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    pairs = sorted({pair for one in runs for pair in one})
+    return {pair: round(sum(one.get(pair, 0.0) for one in runs) / len(runs), 4) for pair in pairs}
 
 
 # --- the command -------------------------------------------------------------------------------------------
@@ -256,6 +313,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
     add("scenario", type=Path, metavar="SCENARIO", help="a TOML or JSON file; see examples/scenarios")
+    add("--compare-rules", action="store_true", help="run it also with each rule replaced by always, and by never")
     add_run_options(parser)
 
 
@@ -266,13 +324,27 @@ def run_options(options: argparse.Namespace) -> int:
     scenario.cell(folder)
     check_writable(options.json)
     silent = options.json == "-"
-    result = run(scenario, folder, options.workers, silent)
+    if options.compare_rules:
+        result = compare(scenario, folder, options.workers, silent)
+    else:
+        result = run(scenario, folder, options.workers, silent)
     if not silent:
         print(scenario.title or options.scenario)
-        print(table(result["policies"]))
-        zones = [scenario.zones[i].name for i in scenario.zone_of()]
-        for policy, found in result["policies"].items():
-            shares = " ".join(f"{zone}:{share:.2f}" for zone, share in zip(zones, found["node_shares"], strict=True))
-            print(f"served by node, {policy}: {shares}")
+        for name, one in result.items() if options.compare_rules else (("", result),):
+            if name:
+                print(f"rules: {name}")
+            _tell(scenario, one["policies"])
     write_json(options.json, result)
     return 0
+
+
+def _tell(scenario: Scenario, policies: dict[str, Any]) -> None:
+    print(table(policies))
+    zones = [scenario.zones[i].name for i in scenario.zone_of()]
+    for policy, found in policies.items():
+        shares = " ".join(f"{zone}:{share:.2f}" for zone, share in zip(zones, found["node_shares"], strict=True))
+        print(f"served by node, {policy}: {shares}")
+    for policy, found in policies.items():
+        if found["forwards"]:
+            shares = ", ".join(f"{pair} {share:.3f}" for pair, share in found["forwards"].items())
+            print(f"forwards a request, {policy}: {shares}")

@@ -30,6 +30,7 @@ from prefixroute import (
     Policy,
     PushBackSettings,
     UsageError,
+    Zones,
 )
 
 from .service import BlockCache, Engine, Speed
@@ -46,7 +47,7 @@ class ServingSettings:
 
     `delay_s` is one-way: a number, or a row of numbers for each node. `gossip_s` is a round of gossip, in which a node
     talks to `fan_out` others. `slower[i]` multiplies the service time of node i. With `whole_prompts` caches evict
-    whole prompts, as in the paper's model.
+    whole prompts, as in the paper's model. `zones[i]` is the zone of node i, and `rules` are those between them.
 
     Errors on purpose: `gossip_delay` multiplies what nodes measure as round trip, `told_rate` what they are told of
     their engines' prefill rate.
@@ -66,12 +67,16 @@ class ServingSettings:
     loss: float = 0.0
     gossip_delay: float = 1.0
     told_rate: float = 1.0
+    zones: Sequence[str] = ()
+    rules: Zones = Zones()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.capacity_tokens < 0 or self.gossip_s <= 0:
             raise UsageError("a simulated fleet needs nodes >= 1, capacity_tokens >= 0 and gossip_s > 0")
         if self.slower and len(self.slower) != self.nodes:
             raise UsageError("slower needs a factor for each node")
+        if self.zones and len(self.zones) != self.nodes:
+            raise UsageError("zones needs a label for each node")
         if not isinstance(self.delay_s, (int, float)) and len(self.delay_s) != self.nodes:
             raise UsageError("delay_s needs one number, or a row for each node")
 
@@ -89,8 +94,8 @@ class ServingSettings:
         """Return the speed of a node's engine."""
         return self.speed.slower(self.slower[node]) if self.slower else self.speed
 
-    def node_settings(self) -> NodeSettings:
-        """Return the settings of the nodes."""
+    def node_settings(self, node: int = 0) -> NodeSettings:
+        """Return the settings of a node; nodes differ in their zones only."""
         rtt = 2 * self.longest_delay() * self.gossip_delay
         return NodeSettings(
             interval_s=self.gossip_s,
@@ -104,6 +109,8 @@ class ServingSettings:
             outcome_timeout_s=2 * self.timeout_s,
             push_back=self.push_back,
             digest_bytes=self.digest_bytes,
+            zone=self.zones[node] if self.zones else "",
+            zones=self.rules,
         )
 
 
@@ -145,7 +152,7 @@ class Attempt:
 class Served:
     """How the requests of a run fared, by their number: `latency_s` is to the first token as the origin sees it."""
 
-    __slots__ = ("cached", "counts", "hits", "latency_s", "server", "virtual_s")
+    __slots__ = ("cached", "counts", "forwards", "hits", "latency_s", "server", "virtual_s")
 
     def __init__(self, n: int) -> None:
         self.latency_s = [0.0] * n
@@ -154,6 +161,8 @@ class Served:
         self.hits = [False] * n
         """Whether all that could be shared was."""
         self.counts: Counter[str] = Counter()
+        self.forwards: Counter[tuple[int, int]] = Counter()
+        """Attempts elsewhere, by origin and target."""
         self.virtual_s = 0.0
 
 
@@ -234,6 +243,7 @@ class Bare:
             self.serve(attempt, now)
         else:
             self.served.counts["forwards"] += 1
+            self.served.forwards[job.origin, target] += 1
             self.plan(now + self.settings.delay(job.origin, target), self._reach, attempt)
 
     def _reach(self, attempt: Attempt, now: float) -> None:
@@ -312,7 +322,7 @@ class Gossiping(Bare):
             self.trace.domain,
             rng=rng,
             now=now,
-            settings=settings.node_settings(),
+            settings=settings.node_settings(i),
             policy=self.make_policy(),
         )
         endpoint = node.add_endpoint("0", url=self.endpoints[i], incarnation=incarnation, now=now)

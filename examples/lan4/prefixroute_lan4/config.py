@@ -13,7 +13,7 @@ import msgspec
 from prefixroute_inproc import is_tap, sources_of_tap
 from prefixroute_zmq import endpoint_of_rank
 
-from prefixroute import Domain, NodeSettings, PushBackSettings, policy
+from prefixroute import Domain, NodeSettings, PushBackSettings, ZoneRule, Zones, policy
 from prefixroute.errors import UsageError
 from prefixroute.policy import Policy
 
@@ -121,11 +121,31 @@ class PushBackConfig(_Strict, frozen=True, kw_only=True):
         return PushBackSettings(self.enter_s, self.leave_s)
 
 
+class ZoneRuleConfig(_Strict, frozen=True, kw_only=True, rename={"source": "from"}):
+    """What this node forwards from one zone to another: ``always``, ``never``, or ``above`` a saving; "*" is any zone.
+
+    Those from other zones than this node's say nothing here, so that all nodes can have the same list.
+    """
+
+    source: str
+    to: str
+    forward: str
+    saving_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.rule()
+
+    def rule(self) -> ZoneRule:
+        """As the node wants it; UsageError, a ValueError, for a word or a saving that makes no sense."""
+        return ZoneRule(self.forward, self.saving_ms / 1000)
+
+
 class SidecarConfig(_Strict, frozen=True, kw_only=True):
     """One node: its name, where it listens, its peers and its engine.
 
     `url` is where the other sidecars reach this one; by default ``http://HOST:PORT`` of `http`. With `learn_peers` one
-    peer is enough: the node learns the others from it, and they learn this one, by the address in `gossip`.
+    peer is enough: the node learns the others from it, and they learn this one, by the address in `gossip`. `zone` is
+    this node's zone, `zones` are the rules between zones (docs/zones.md).
     """
 
     node: str
@@ -139,8 +159,15 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
     url: str = ""
     timeouts: TimeoutConfig = TimeoutConfig()
     push_back: PushBackConfig = PushBackConfig()
+    zone: str = ""
+    zones: tuple[ZoneRuleConfig, ...] = ()
 
     def __post_init__(self) -> None:
+        pairs = [(rule.source, rule.to) for rule in self.zones]
+        for source, to in pairs:
+            if pairs.count((source, to)) > 1:
+                raise ValueError(f"two rules of zones are from {source!r} to {to!r}")
+        NodeSettings(zone=self.zone, zones=self.zone_rules)
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if self.node in {peer.node for peer in self.peers}:
@@ -155,7 +182,18 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
     def node_settings(self) -> NodeSettings:
         """How the node gossips and pushes back."""
         contact = f"{self.gossip.host}:{self.gossip.port}"
-        return NodeSettings(push_back=self.push_back.settings(), learn_peers=self.learn_peers, contact=contact)
+        return NodeSettings(
+            push_back=self.push_back.settings(),
+            learn_peers=self.learn_peers,
+            contact=contact,
+            zone=self.zone,
+            zones=self.zone_rules,
+        )
+
+    @property
+    def zone_rules(self) -> Zones:
+        """What may be forwarded between zones."""
+        return Zones({(rule.source, rule.to): rule.rule() for rule in self.zones})
 
     @property
     def prefix_domain(self) -> Domain:

@@ -214,7 +214,11 @@ class Sidecar:
                 "bytes_per_s": self.transport.bytes_sent / seconds,
             },
             "engine_events": self.engine.stats(),
-            "state": {**state._asdict(), "endpoints": [_endpoint(row) for row in state.endpoints]},
+            "state": {
+                **state._asdict(),
+                "endpoints": [_endpoint(row) for row in state.endpoints],
+                "round_trips": [way._asdict() for way in state.round_trips],
+            },
         }
 
 

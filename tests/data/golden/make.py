@@ -1,8 +1,8 @@
 """The datagrams that pin the wire format, and the script that wrote them.
 
 The test run compares, and never writes: a file that no longer matches means that nodes of two releases cannot talk.
-Run `python tests/data/golden/make.py --write` for a new wire version only: it writes what is missing and leaves the
-rest alone.
+Run `python tests/data/golden/make.py --write` for a new wire version or an appended field only: it writes what is
+missing and leaves the rest alone.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ SNAPSHOT = Update(
     *("a/0", 1, 0, 2, checksum(keys(3, 9, 20)), 1, 0, 0),
     *(encode_sorted(keys(3, 9, 20), KEY_LIMIT), b"", "http://a:8000"),
 )
+ZONED = Update(
+    *("a/0", 1, 0, 1, 0, 1, 0, 0, b"", b"", "http://a:8000", "10.0.0.1:7000", "eu"),
+)
 # The range [2, 2^48 - 1) of the set 1, 2^47, 2^48 - 1; anchors at every fourth depth.
 SNAPSHOT_PART = Update(
     *("b/1", LIFE, 0, 77, checksum(keys(1, 2**47, 2**48 - 1)), 4, 2, 2**48 - 1),
@@ -96,6 +99,7 @@ MESSAGES: dict[str, tuple[Kind, Message]] = {
         ),
     ),
     "ack_snapshot": (Kind.ACK, Message("a", updates=[SNAPSHOT])),
+    "ack_snapshot_zone": (Kind.ACK, Message("a", updates=[ZONED])),
     "ack_snapshot_part": (Kind.ACK, Message("b", updates=[SNAPSHOT_PART])),
     "ack_delta_part": (Kind.ACK, Message("c", updates=[DELTA_PART])),
     "ack_last_word": (Kind.ACK, Message("a", vector=[VectorEntry("a/0", 1, LAST_BEAT)])),
