@@ -24,6 +24,7 @@ from prefixroute_lan4.config import (
     PeerConfig,
     SidecarConfig,
     TimeoutConfig,
+    ZoneRuleConfig,
 )
 from prefixroute_lan4.config import EngineConfig as SidecarEngine
 from prefixroute_lan4.sidecar import Sidecar
@@ -233,6 +234,7 @@ async def start_node(
     make_engine: EngineMaker = one_engine,
     patience_s: float = 0.5,
     secret: str = "",
+    zones: tuple[ZoneRuleConfig, ...] = (),
 ) -> NodeUnderTest:
     """An engine, its sidecar, and both their servers, until the stack ends."""
     engine, app = await make_engine(stack, name, folder)
@@ -263,6 +265,8 @@ async def start_node(
             ),
             policy=policy,
             timeouts=TimeoutConfig(connect_s=1.0, stream_s=patience_s, whole_s=patience_s),
+            zone={"node-1": "eu", "node-2": "us"}[name] if zones else "",
+            zones=zones,
         )
     )
     await stack.enter_async_context(sidecar.running())
@@ -283,17 +287,21 @@ def run_pair(
     make_engine: EngineMaker = one_engine,
     patience_s: float = 0.5,
     secret: str = "",
+    zones: tuple[ZoneRuleConfig, ...] = (),
 ) -> None:
     """Run `test` against two acquainted nodes; `kind` and `make_engine` are the second one's.
 
     By default the longest match wins: on a busy machine loopback may look slower than a prefill to the default policy.
+
+    With rules for `zones` the first one is in eu and the second one in us.
     """
 
     async def main() -> None:
         ports = {"node-1": udp_port(), "node-2": udp_port()}
         async with contextlib.AsyncExitStack() as stack:
-            one = await start_node(stack, "node-1", ports, folder, policy, patience_s=patience_s, secret=secret)
-            two = await start_node(stack, "node-2", ports, folder, policy, kind, make_engine, patience_s, secret)
+            more: dict[str, Any] = {"patience_s": patience_s, "secret": secret, "zones": zones}
+            one = await start_node(stack, "node-1", ports, folder, policy, **more)
+            two = await start_node(stack, "node-2", ports, folder, policy, kind, make_engine, **more)
             await until(lambda: bool(one.sidecar.node.endpoint_url("node-2/0")))
             await until(lambda: bool(two.sidecar.node.endpoint_url("node-1/0")))
             client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))

@@ -18,11 +18,13 @@ from prefixroute_lan4.config import (
     PeerConfig,
     PushBackConfig,
     SidecarConfig,
+    ZoneRuleConfig,
     dump_config,
     load_config,
     make_policy,
 )
 
+from prefixroute import ZoneRule, Zones
 from prefixroute.errors import UsageError
 
 
@@ -58,6 +60,44 @@ def test_push_back_reaches_the_node_and_is_checked_with_the_file(tmp_path: Path)
     assert (node.settings.push_back.enter_s, node.settings.push_back.leave_s) == (20, 10)
     (tmp_path / "c.json").write_text((tmp_path / "c.json").read_text().replace("20", "5"))
     with pytest.raises(UsageError, match="leave_s < enter_s"):
+        load_config(tmp_path / "c.json")
+
+
+def test_zones_reach_the_node(tmp_path: Path) -> None:
+    rules = (
+        ZoneRuleConfig(source="eu", to="us", forward="above", saving_ms=50),
+        ZoneRuleConfig(source="*", to="eu", forward="never"),
+    )
+    dump_config(small_config(zone="eu", zones=rules), tmp_path / "c.json")
+    text = (tmp_path / "c.json").read_text()
+    assert '"from": "eu"' in text
+    settings = sidecar.Sidecar(load_config(tmp_path / "c.json")).node.settings
+    assert settings.zone == "eu"
+    assert settings.zones == Zones({("eu", "us"): ZoneRule("above", 0.05), ("*", "eu"): ZoneRule("never")})
+
+
+RULE = '{"from": "eu", "to": "us", "forward": "never"}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (f'"zones": [{RULE}]', "need a zone"),
+        (f'"zone": "eu", "zones": [{RULE}, {RULE}]', "two rules of zones are from 'eu' to 'us'"),
+        (f'"zone": "eu", "zones": [{RULE.replace("never", "seldom")}]', "always, above, never"),
+        (f'"zone": "eu", "zones": [{RULE.replace("never", "above")}]', "saving_s > 0"),
+        (f'"zone": "eu", "zones": [{RULE[:-1]}, "saving_ms": 5' + "}]", "takes no saving"),
+        (f'"zone": "eu", "zones": [{RULE.replace("to", "into")}]', "unknown field"),
+        ('"zone": "eu", "zones": [{"from": "eu", "to": "us"}]', "missing required field `forward`"),
+        (f'"zone": "{"x" * 41}"', "at most 40 bytes"),
+    ],
+)
+def test_zones_that_cannot_be_are_refused_with_the_file(tmp_path: Path, fields: str, said: str) -> None:
+    dump_config(small_config(), tmp_path / "c.json")
+    told = msgspec.json.decode((tmp_path / "c.json").read_bytes())
+    told = {**told, **msgspec.json.decode("{" + fields + "}")}
+    (tmp_path / "c.json").write_bytes(msgspec.json.encode(told))
+    with pytest.raises(UsageError, match=said):
         load_config(tmp_path / "c.json")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from lan4_pair import EXPECTED, MODEL, PREFIX, Pair, run_pair, texts, until
+from prefixroute_lan4.config import ZoneRuleConfig
 from prefixroute_lan4.exchange import budget_of
 
 from prefixroute import Decision
@@ -220,6 +221,33 @@ def test_without_routing_nothing_leaves_whatever_happens(folder: Path) -> None:
         assert "forwarded" not in pair.one.sidecar.stats()["requests"]
 
     run_pair(test, folder, policy="none")
+
+
+def test_nothing_goes_where_a_zones_rule_forbids_it(folder: Path) -> None:
+    async def test(pair: Pair) -> None:
+        await pair.warm()
+        before = len(pair.two.sidecar_faults.calls)
+        assert (await pair.ask(pair.one, PREFIX)).headers["x-prefixroute-target"] == "node-1/0"
+        pair.one.engine_faults.status = 503
+        assert (await pair.ask(pair.one, PREFIX + " more")).status_code == 503
+        assert len(pair.two.sidecar_faults.calls) == before
+        node, now = pair.one.sidecar.node, pair.one.sidecar.driver.now
+        await until(lambda: all(way.rtt_s is not None for way in node.stats(now()).round_trips))
+        get, url = pair.client.get, pair.one.url
+        (explained,) = (await get(f"{url}/prefixroute/explain")).json()["decisions"]
+        assert (explained["zone"], explained["fallbacks"]) == ("eu", [])
+        assert [row["zone"] for row in explained["candidates"]] == ["eu"]
+        state = (await get(f"{url}/prefixroute/stats")).json()["state"]
+        assert state["zone"] == "eu"
+        assert {row["endpoint"]: row["zone"] for row in state["endpoints"]} == {"node-1/0": "eu", "node-2/0": "us"}
+        (way,) = state["round_trips"]
+        assert (way["peer"], way["zone"]) == ("node-2", "us")
+        assert way["rtt_s"] > 0
+        page = (await get(f"{url}/metrics")).text
+        assert 'prefixroute_peer_rtt_seconds{node="node-1",peer="node-2",zone="us"}' in page
+        assert "prefixroute_zone_forwards" not in page
+
+    run_pair(test, folder, zones=(ZoneRuleConfig(source="eu", to="us", forward="never"),))
 
 
 def test_a_prompt_is_tokenised_once(folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefixroute import Domain, EngineBatch, LoadReport, Node, NodeSettings, Outcome, StreamGap
+from prefixroute import Domain, EngineBatch, LoadReport, Node, NodeSettings, Outcome, StreamGap, ZoneRule, Zones
 from prefixroute.metrics import render
 from prefixroute.testing import Mesh, stored
 
@@ -29,6 +29,8 @@ GAUGES = {
     "prefixroute_index_keys",
     "prefixroute_in_flight",
 }
+MEASURED = {"prefixroute_peer_rtt_seconds"}
+"""Gauges of peers to which the way was measured."""
 OF_ENDPOINTS = {
     "prefixroute_endpoint_predictions",
     "prefixroute_endpoint_predicted_tokens",
@@ -84,7 +86,7 @@ def test_it_parses_and_every_family_is_described() -> None:
         for name, metric in families(node, net.now).items():
             assert name.startswith("prefixroute_")
             assert metric.documentation.endswith(".")
-            assert metric.type == ("gauge" if name in GAUGES else "counter")
+            assert metric.type == ("gauge" if name in GAUGES | MEASURED else "counter")
             assert metric.samples, name
             for sample in metric.samples:
                 assert sample.labels["node"] == node.node
@@ -185,6 +187,30 @@ def test_what_a_local_endpoint_is_known_from_is_shown() -> None:
     a.apply("a/0", stored(PROMPT), net.now)
     assert state() == {"a/0": "partial"}
     assert families(a, net.now)["prefixroute_endpoint_inflated"].samples[0].value == 1
+
+
+def test_zones_are_shown_by_pair_and_by_rule_and_the_way_to_each_peer() -> None:
+    rules = Zones({("eu", "us"): ZoneRule("above", 60.0), ("eu", "a_b"): ZoneRule("never")})
+    net = Mesh()
+    for name, zone in (("a", "eu"), ("b", "us"), ("c", "a_b"), ("d", "eu")):
+        settings = NodeSettings(datagram_bytes=60_000, zone=zone, zones=rules if name == "a" else Zones())
+        node = Node(name, Domain("m", "t"), rng=random.Random(name), now=0.0, settings=settings)
+        node.add_endpoint("0", url=f"http://{name}", incarnation=1, now=0.0)
+        node.set_load(f"{name}/0", LoadReport(prefill_tokens_per_s=1000, overhead_s=0.01), 0.0)
+        net.add(node)
+    longer = list(range(16 * 40 + 1))
+    for name, tokens in (("b", longer[: 16 * 38]), ("c", longer), ("d", longer[: 16 * 20])):
+        net.nodes[name].apply(f"{name}/0", stored(tokens), 0.0)
+    net.run(1.0)
+    a = net.nodes["a"]
+    assert a.route(longer, net.now).target == "d/0"
+    parsed = families(a, net.now)
+    (forwards,) = parsed["prefixroute_zone_forwards"].samples
+    assert (forwards.labels, forwards.value) == ({"node": "a", "from": "eu", "to": "eu"}, 1)
+    withheld = {(s.labels["to"], s.labels["rule"]): s.value for s in parsed["prefixroute_zone_withheld"].samples}
+    assert withheld == {("us", "above"): 1, ("a_b", "never"): 1}
+    ways = {s.labels["peer"]: s.labels["zone"] for s in parsed["prefixroute_peer_rtt_seconds"].samples}
+    assert ways == {"b": "us", "c": "a_b", "d": "eu"}
 
 
 def test_two_nodes_are_told_apart_by_their_label() -> None:

@@ -270,6 +270,40 @@ def test_a_scenario_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert scenario.read(file).delays_s()[0][1] == scenario.read(file).delays_s()[2][0] == 0.04
 
 
+def test_rules_of_a_scenario_decide_what_crosses_zones(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    told = scenario.read(SCENARIOS / "zones.toml")
+    short = msgspec.structs.replace(told.workload, requests=150)
+    engine = msgspec.structs.replace(told.engine, cache_share=0.5)
+    file = tmp_path / "zones.json"
+    file.write_bytes(
+        msgspec.json.encode(
+            msgspec.structs.replace(told, seeds=(1,), policies=("longest", "rent"), workload=short, engine=engine)
+        )
+    )
+    out = ("--workers", "1", "--json", str(tmp_path / "r.json"))
+    assert cli.main(["simulate", "run", str(file), "--compare-rules", *out]) == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert list(result) == ["always", "as given", "never"]
+    far = {
+        (rules, policy): sum(n for pair, n in found["forwards"].items() if pair.split(" > ").count("far") == 1)
+        for rules, one in result.items()
+        for policy, found in one["policies"].items()
+    }
+    for policy in ("longest", "rent"):
+        assert far["never", policy] == 0
+        assert far["always", policy] >= far["as given", policy] > 0
+        assert sum(result["never"]["policies"][policy]["forwards"].values()) > 0
+    assert far["always", "longest"] > far["as given", "longest"]
+    shown = capsys.readouterr().out
+    assert "rules: never" in shown
+    assert "forwards a request, rent: far > far" in shown
+
+
+def test_rules_are_compared_only_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "run", str(SCENARIOS / "office.toml"), "--compare-rules"]) == 2
+    assert "there are no rules" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -284,6 +318,10 @@ def test_a_scenario_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ('[[zones]]\nname = "a"\n[[zones]]\nname = "b"', "no link says"),
         ('[[links]]\nzones = ["a", "b"]\ndelay_ms = 1', "names the zone"),
         ('[workload]\nkind = "weather"', "unknown workload"),
+        ('policies = ["exact"]\n[[rules]]\nfrom = "*"\nto = "here"', "with rules the policies"),
+        ('policies = ["rent"]\n[[rules]]\nfrom = "*"\nto = "there"', "names the zone 'there'"),
+        ('policies = ["rent"]\n[[rules]]\nfrom = "*"\nto = "here"\nforward = "rarely"', "always, above, never"),
+        ('policies = ["rent"]\n' + 2 * '[[rules]]\nfrom = "*"\nto = "here"\n', "two rules are from"),
     ],
 )
 def test_a_wrong_scenario_says_what_is_wrong(text: str, complaint: str, tmp_path: Path) -> None:
