@@ -231,18 +231,20 @@ class TestEveryPolicy:
                 net.nodes["n0"].route(prompt(1, 4), net.now)
 
 
-def test_near_holders_are_looked_at_although_far_ones_hold_more_and_are_nearer() -> None:
-    """Five far endpoints hold the whole prompt, a near one a little less: it must not be crowded out."""
-    net = fleet(("eu", "eu", *["us"] * 5), Zones({("eu", "us"): above(0.5)}), POLICIES["greedy"](), gateway=True)
+def test_near_holders_are_looked_at_although_far_ones_hold_more() -> None:
+    """Five far endpoints hold five longer prefixes: a near one that holds a shorter one must not be crowded out."""
+    rules = Zones({("eu", "us"): above(0.5)})
+    net = fleet(("eu", "eu", "eu", *["us"] * 5), rules, POLICIES["greedy"](), gateway=True)
     tokens = prompt(1, 64)
-    for i in range(2, 7):
-        hold(net, f"n{i}/0", tokens[: (58 + i % 3) * BLOCK])
+    for i in range(3, 8):
+        hold(net, f"n{i}/0", tokens[: (53 + i) * BLOCK])
     hold(net, "n1/0", tokens[: 50 * BLOCK])
     load(net, "n1/0", queue(0.2))
     net.run(1.0)
     decision = net.nodes["n0"].route(tokens, net.now)
     assert decision.target == "n1/0"
     assert decision.matched_tokens == 50 * BLOCK
+    assert {c.endpoint for c in decision.candidates if c.withheld is None} == {"n1/0", "n2/0"}
 
 
 def test_a_local_one_that_refuses_is_still_the_last() -> None:
