@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
@@ -149,6 +149,8 @@ class Router:
             candidates += withheld
             local += [c.endpoint for c in withheld[:MAX_FALLBACKS]]
             zone, excluded = gate.zone, self._excluded(chain, candidates, gate, now)
+            if _quicker(withheld) or _quicker(excluded):
+                reason += ", by the rules for zones"
         decision = tuple.__new__(
             Decision,
             (
@@ -445,3 +447,8 @@ class Router:
         if standing is not None and standing.local:
             self._hooks.ended(ticket, standing)
         self._counters["outcomes_missing"] += 1
+
+
+def _quicker(passed_over: Sequence[Candidate]) -> bool:
+    """Whether one of those that a rule passed over would have been quicker than the best that it let in."""
+    return any(c.withheld.saves_s > 0 for c in passed_over if c.withheld is not None)

@@ -373,7 +373,7 @@ def test_an_explanation_names_the_rule_and_the_missing_saving() -> None:
     net.run(1.0)
     decision = node.route(tokens, net.now)
     assert decision.zone == "eu"
-    assert decision.reason == "local: nobody is cheaper"
+    assert decision.reason == "local: nobody is cheaper, by the rules for zones"
     told = node.explain(decision).to_dict()
     assert told["zone"] == "eu"
     rows = {row["endpoint"]: row for row in told["candidates"]}
@@ -401,7 +401,8 @@ def test_what_is_excluded_is_told_only_where_it_holds_more() -> None:
     hold(net, "n1/0", tokens)
     hold(net, "n0/0", tokens)
     net.run(1.0)
-    assert node.route(tokens, net.now).excluded == ()
+    decision = node.route(tokens, net.now)
+    assert (decision.excluded, decision.reason) == ((), "local is cheapest")
     assert not node.counters["zone_withheld_never_us"]
 
 
