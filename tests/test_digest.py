@@ -244,6 +244,18 @@ def test_an_advert_of_any_size_fits_its_fields(state: PushBackState) -> None:
     assert Advert.from_wire(wire).state is state
 
 
+def test_an_older_release_reads_an_update_with_a_zone() -> None:
+    """Its structure ends before the zone; what it passes on has none."""
+    fields = [(field.name, field.type) for field in msgspec.structs.fields(Update)[:-1]]
+    assert fields[-1][0] == "contact"
+    older = msgspec.defstruct("Update", fields, frozen=True, array_like=True)
+    zoned = MESSAGES["ack_snapshot_zone"][1].updates[0]
+    assert zoned.zone
+    read = msgspec.msgpack.decode(encode_part(zoned), type=older)
+    assert msgspec.structs.astuple(read) == msgspec.structs.astuple(zoned)[:-1]
+    assert msgspec.msgpack.encode(read) == encode_part(msgspec.structs.replace(zoned, zone=""))
+
+
 # --- refusals ----------------------------------------------------------------------------------------------
 
 
