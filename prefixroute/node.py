@@ -348,8 +348,8 @@ class Node:
             len(self._index),
             len(self._router.flights),
             dict(self.counters),
-            self.settings.zone,
-            round_trips(self._gossip.peers.values(), self._gossip.copies.values()),
+            zone=self.settings.zone,
+            round_trips=round_trips(self._gossip.peers.values(), self._gossip.copies.values()),
         )
 
     # --- upkeep --------------------------------------------------------------------------------------------
