@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import random
 import sys
 from pathlib import Path
@@ -17,8 +18,9 @@ import pytest
 from prefixroute import UsageError
 from prefixroute.analyze import Collector, Limits, Log, PromptReader
 from prefixroute.analyze.prefixes import TopPrefixes, fit_zipf
+from prefixroute.analyze.progress import reading, said
 from prefixroute.analyze.records import BadLine, Chat, Trace, parse
-from prefixroute.analyze.sources import Joined, lines
+from prefixroute.analyze.sources import Joined, Line, check, lines
 
 FRONT = "You are a careful assistant who answers in short plain sentences and names every source. " * 8
 
@@ -52,6 +54,10 @@ CHAT = [{"role": "user", "content": "hi"}]
         ({"prompt": [1, 2, 3]}, ([1, 2, 3],)),
         ({"prompt": [[1, 2], [3]]}, ([1, 2], [3])),
         ({"input": "hi"}, ("hi",)),
+        ({"input": "hi", "instructions": "be brief"}, (Chat([{"role": "system", "content": "be brief"}, *CHAT], ()),)),
+        ({"messages": CHAT, "system": "be brief"}, (Chat([{"role": "system", "content": "be brief"}, *CHAT], ()),)),
+        ({"messages": CHAT, "functions": [{"name": "f"}]}, (Chat(CHAT, [{"name": "f"}]),)),
+        ({"prompt": "half of a \ud83d"}, ("half of a \ud83d",)),
         ({"custom_id": "1", "method": "POST", "body": {"messages": CHAT}}, (Chat(CHAT, ()),)),
         ({"request": json.dumps({"prompt": "hi"})}, ("hi",)),
         ({"timestamp": 5, "input_length": 700, "output_length": 3, "hash_ids": [0, 9]}, (Trace([0, 9], 700),)),
@@ -68,7 +74,10 @@ def test_a_request_is_read_in_every_form(row: dict[str, Any], contents: tuple[An
         (b"{", "no JSON"),
         (b"\xff\xfe", "no JSON"),
         (b"[" * 100_000, "no JSON"),
-        (b"[1]", "no JSON object"),
+        (b"1", "no JSON object"),
+        (b'[{"prompt": "hi"}]', "a line has one request"),
+        (b'{"body":' * 300 + b"{}" + b"}" * 300, "no prompt"),
+        (b'{"prompt": "\\ud83d', "no JSON"),
         (b'{"model": "m"}', "no prompt"),
         (b'{"messages": []}', "neither text nor a list"),
         (b'{"messages": 5}', "neither text nor a list"),
@@ -95,6 +104,8 @@ def test_what_is_no_request_has_its_reason(line: bytes, reason: str) -> None:
         ({"time": "2023-11-14T23:13:20+01:00"}, 1.7e9),
         ({"time": "yesterday"}, None),
         ({"time": True}, None),
+        ({"time": "inf"}, None),
+        ({"time": "nan"}, None),
         ({}, None),
     ],
     ids=str,
@@ -148,6 +159,36 @@ def test_a_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
     assert prompt.keys.tolist() == PromptReader(2).read([1, 2, 2, 1, 1]).keys.tolist()
 
 
+def picture(name: str, text: str = "what is this?") -> dict[str, Any]:
+    url = f"data:image/png;base64,{'A' * 40_000}{name}"
+    return {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}],
+    }
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"])
+def test_a_picture_is_what_names_it_not_its_bytes(template: str | None, tmp_path: Path) -> None:
+    if template:
+        (tmp_path / "t.jinja").write_text(template)
+    reader = PromptReader(4, template=tmp_path / "t.jinja" if template else None)
+    one, same, other = (
+        reader.read(Chat([{"role": "system", "content": "s" * 40}, picture(name)], ())) for name in "aab"
+    )
+    assert one.tokens < 60, "ten thousand tokens of base64 would drown the text"
+    assert one.keys.tolist() == same.keys.tolist()
+    equal = (one.keys == other.keys).tolist()
+    assert equal[1]
+    assert not equal[-1], "what comes after another picture is not shared"
+
+
+def test_what_a_message_has_beside_its_content_is_in_the_prompt() -> None:
+    reader = PromptReader(2)
+    for more in ("tool_calls", "function_call", "arguments", "output"):
+        one, other = (reader.read(Chat([{"role": "assistant", more: [text]}, *CHAT], ())) for text in "ab")
+        assert (one.keys != other.keys).any()
+
+
 @pytest.mark.parametrize("option", ["tokenizer", "template"])
 def test_a_file_that_is_none_is_refused(tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.json").write_text("{}")
@@ -165,16 +206,80 @@ def test_compressed_files_are_read(tmp_path: Path, suffix: str, pack: Any) -> No
     path = tmp_path / f"log.jsonl{suffix}"
     path.write_bytes(pack(b"one\n\ntwo"))
     assert [(line.number, line.data) for line in lines([path])] == [(1, b"one\n"), (2, b"\n"), (3, b"two")]
-    path.write_bytes(pack(b"one\n" * 9000)[:-9])
-    with pytest.raises(UsageError, match="cannot read"):
-        list(lines([path]))
+    assert [line.data for line in lines([path.rename(tmp_path / "log.1")])][-1] == b"two", "whatever its name is"
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_file_that_is_cut_off_ends_with_a_line_that_says_so(tmp_path: Path, pack: Any) -> None:
+    (tmp_path / "log").write_bytes(pack(b"one\n" * 9000)[:-9])
+    (tmp_path / "next").write_bytes(b"two\n")
+    *_, last, after = lines([tmp_path / "log", tmp_path / "next"])
+    assert last.data is None
+    assert "cannot be read on" in last.wrong
+    assert after.data == b"two\n"
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"\xef\xbb\xbf{}\n{}\n")
+    assert [line.data for line in lines([tmp_path / "log"])] == [b"{}\n", b"{}\n"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf_16_is_refused_before_anything_is_read(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "log").write_bytes(f"\ufeff{json.dumps(body('a'))}\n".encode(encoding))
+    with pytest.raises(UsageError, match="iconv"):
+        check([tmp_path / "log"])
+
+
+def test_a_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Is a directory"):
+        check([tmp_path])
+
+
+def test_a_pipe_is_read_once_and_its_length_is_not_known(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as pipe:
+        pipe.write(gzip.compress(b"one\ntwo\n" * 200))
+    path, told = Path(f"/dev/fd/{reading}"), list[int]()
+    assert check([path]) == 0
+    assert len(list(lines([path], told.append))) == 400
+    assert told[-1] == 1600
+    os.close(reading)
+
+
+def test_standard_input_is_a_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Input:
+        buffer = io.BufferedReader(io.BytesIO(b"one\ntwo\n"))
+
+    monkeypatch.setattr(sys, "stdin", Input)
+    assert check([Path("-")]) == 0
+    assert [(line.source, line.data) for line in lines([Path("-")])] == [
+        ("standard input", b"one\n"),
+        ("standard input", b"two\n"),
+    ]
+
+
+def test_progress_is_a_line_with_megabytes() -> None:
+    assert said(250_000_000, 1_000_000_000, 10.0) == "read 250 of 1,000 MB, 25.0 MB/s, 30 s left "
+    assert said(250_000_000, 0, 10.0) == "read 250 MB, 25.0 MB/s "
+    assert said(0, 10, 0.0)
+
+
+def test_progress_is_shown_where_no_bar_can_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("prefixroute.analyze.progress.EVERY_S", 0.0)
+    with reading(2_000_000) as told:
+        told(1_000_000)
+    assert "read 1 of 2 MB" in capsys.readouterr().err
 
 
 def test_zst_says_what_to_install_where_nothing_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("compression.zstd", "backports.zstd", "pyzstd", "zstandard"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match="pip install zstandard"):
-        list(lines([write(tmp_path / "log.zst", ["x"])]))
+        (tmp_path / "log").write_bytes(b"\x28\xb5\x2f\xfd....")
+        check([tmp_path / "log"])
 
 
 def test_what_can_only_be_read_has_lines() -> None:
@@ -194,7 +299,9 @@ def test_a_line_that_is_too_long_is_one_line(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("prefixroute.analyze.sources.LINE_BYTES", 8)
     path = tmp_path / "log"
     path.write_bytes(b"1234567\n" + b"x" * 40 + b"\nlast\n")
-    assert [line.data for line in lines([path])] == [b"1234567\n", None, b"last\n"]
+    found = list(lines([path]))
+    assert [line.data for line in found] == [b"1234567\n", None, b"last\n"]
+    assert "longer than" in found[1].wrong
 
 
 # --- what is counted ---------------------------------------------------------------------------------------
@@ -205,6 +312,32 @@ def test_bad_lines_are_counted_and_shown_with_their_numbers(tmp_path: Path) -> N
     assert (log.lines, log.requests) == (4, 2)
     assert sum(log.bad.values()) == 2
     assert [number for _, number, _ in log.shown] == [2, 4]
+
+
+def test_reasons_are_bounded_and_do_not_quote_prompts(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(
+        "{% if messages|length > 1 %}{{ raise_exception('one message only') }}"
+        "{% elif messages[0].role == 'x' %}{{ raise_exception('no: ' + messages[0].content) }}"
+        "{% else %}{{ messages[0].content.absent.field }}{% endif %}"
+    )
+    secret = {"role": "x", "content": "secret"}
+    path = write(tmp_path / "log", [body("secret"), {"messages": [secret]}, {"messages": [secret | {"role": "y"}]}])
+    log = read(path, template=tmp_path / "t.jinja")
+    assert log.requests == 0
+    assert dict(log.bad) == {
+        "chat template: one message only": 1,
+        "chat template: it refuses the messages": 1,
+        "chat template: UndefinedError": 1,
+    }
+    collector = Collector(PromptReader(), Limits())
+    for i in range(100):
+        collector.add(Line("log", i, None, f"reason {i}"))
+    assert (len(collector.log.bad), sum(collector.log.bad.values())) == (51, 100)
+
+
+def test_names_cannot_move_a_terminals_cursor(tmp_path: Path) -> None:
+    (name,) = read(write(tmp_path / "log", [body("a", model="m\x1b[2J\ud83d\n")])).models
+    assert name == "m\ufffd[2J\ufffd\ufffd"
 
 
 def test_tenants_that_share_nothing_hit_less(tmp_path: Path) -> None:

@@ -103,6 +103,30 @@ def test_a_log_without_a_request_is_a_failure_that_says_so(tmp_path: Path, capsy
     (tmp_path / "empty").write_text("")
     assert cli.main(["analyze", str(tmp_path / "empty")]) == 1
     assert "no request to judge" in capsys.readouterr().out
+    for name, text in (("list.json", "[{}]"), ("pretty.json", '{\n"prompt":\n"hi"}\n')):
+        (tmp_path / name).write_text(text)
+        assert cli.main(["analyze", str(tmp_path / name)]) == 1
+        assert "jq -c" in capsys.readouterr().out
+
+
+def test_no_prompt_is_in_a_report_unless_asked(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log.write_text(log.read_text() + '["short plain sentences"]\n{"prompt": {"short plain sentences": 1}}\n')
+    for asked in ((), ("--text",)):
+        files = [tmp_path / "report.html", tmp_path / "report.json"]
+        options = ["--html", str(files[0]), "--json", str(files[1]), "--requests", "0", *asked]
+        assert cli.main(["analyze", str(log), *options]) == 0
+        out, err = capsys.readouterr()
+        said = [text.count("plain sentences") for text in (out, *(file.read_text() for file in files))]
+        assert all(said) if asked else not any(said)
+        assert "plain" not in err
+
+
+def test_a_token_is_what_the_log_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {"text": {"prompt": "hi"}, "tokens": {"prompt": [1, 2]}, "trace": {"hash_ids": [1]}}
+    for kind, said in (("text", "4 bytes"), ("tokens", "as they were logged"), ("trace", "as the trace tells")):
+        (tmp_path / kind).write_text(json.dumps(rows[kind]))
+        assert cli.main(["analyze", str(tmp_path / kind)]) == 0
+        assert said in capsys.readouterr().out.splitlines()[0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from html import escape
 from .charts import Axis, Series, line_chart, percent, short
 from .gain import Gain
 from .report import ModelReport, Point, Report
-from .text import some
+from .text import NOTHING, some, summary
 
 _STYLE = """
 :root{--ink:#1c2128;--soft:#59636e;--line:#d5dae0;--back:#fff;--card:#f5f7f9;--c0:#1f6feb;--c1:#b54708;--c2:#1a7f52}
@@ -57,12 +57,11 @@ def _lines(report: Report) -> Iterator[str]:
     yield '<!doctype html><html lang="en"><head><meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
     yield f"<title>Prefix analysis</title><style>{_STYLE}</style></head><body><h1>Prefix analysis of a request log</h1>"
-    yield f"<p class=soft>{report.requests:,} requests of {report.lines:,} lines in {escape(', '.join(report.files))}; "
-    yield f"{escape(report.unit)}.</p>"
+    yield f"<p class=soft>{escape(summary(report))}.</p>"
     for model in report.models:
         yield from _model(model)
     if not report.models:
-        yield "<p>There is no request to judge.</p>"
+        yield f"<p>{escape(NOTHING)}</p>"
     if report.bad.count:
         yield f"<h2>Lines that are no request: {report.bad.count:,}</h2>"
         yield _table("By reason", ("reason", "lines"), [(r, f"{n:,}") for r, n in report.bad.reasons.items()])
@@ -154,7 +153,8 @@ def _tables(model: ModelReport) -> Iterator[str]:
 
 def _gain(gain: Gain) -> str:
     title = (
-        f"Simulated: {gain.requests:,} requests over {gain.nodes} nodes, {gain.cache_tokens:,} tokens of cache each; "
+        f"Simulated: {gain.requests:,} requests over {gain.nodes} nodes, {gain.cache_tokens:,} tokens of cache each, "
+        f"the first {gain.warming:,} only to fill them; "
         f"without routing {gain.local_mean_s:.3f} s to the first token and {gain.local_hit_rate:.1%} of tokens hit"
     )
     rows = [

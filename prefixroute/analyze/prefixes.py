@@ -71,6 +71,7 @@ class TopPrefixes:
         if parent is not None and parent not in followed:
             parent = None
         shown = text if len(text) <= 2 * EXCERPT else f"{text[:EXCERPT]} [...] {text[-EXCERPT:]}"
+        shown = shown.encode("utf-8", "replace").decode()
         # The request that had it first counts as well: it is two by now.
         followed[key] = Followed(matched * block_tokens, 2 + error, error, parent, first, shown)
 

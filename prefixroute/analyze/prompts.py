@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from prefixroute import UsageError
@@ -116,30 +117,48 @@ class PromptReader:
         return Prompt(prefix_keys(blocks), -(-len(packed) // TOKEN_BYTES), self.block_tokens)
 
 
+NAMED_CHARS = 200
+MEDIA = ("data", "file_data", "b64_json", "image", "audio", "video", "url")
+MORE = ("tool_calls", "function_call", "arguments", "output")
+"""What a message has beside its content that enters the prompt."""
+
+
 def plain_chat(chat: Chat) -> str:
     """Return a chat as text, in the order that most templates have: tools, then each message with its role."""
     parts = [f"<|tools|>{msgspec.json.encode(chat.tools).decode()}\n"] if chat.tools else []
     for message in chat.messages:
         parts.append(f"<|{message.get('role', '')}|>\n")
-        content = message.get("content")
-        parts.append(content if isinstance(content, str) else _parts(content))
-        if message.get("tool_calls"):
-            parts.append(msgspec.json.encode(message["tool_calls"]).decode())
+        parts.append(_said(message.get("content")))
+        parts += [_encoded(message[name]) for name in MORE if message.get(name)]
         parts.append("\n")
     parts.append("<|assistant|>\n")
     return "".join(parts)
 
 
-def _parts(content: Any) -> str:
-    """Pictures and the like enter as what names them."""
+def _said(content: Any) -> str:
+    """A content as text. Pictures and the like enter as what names them: an address, or a hash of their bytes."""
+    if isinstance(content, str):
+        return content
     if not isinstance(content, list):
-        return "" if content is None else msgspec.json.encode(content).decode()
+        return "" if content is None else _encoded(content)
     return "".join(
-        part["text"]
-        if isinstance(part, dict) and isinstance(part.get("text"), str)
-        else msgspec.json.encode(part).decode()
+        part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else _encoded(part)
         for part in content
     )
+
+
+def _encoded(value: Any) -> str:
+    return msgspec.json.encode(_named(value)).decode()
+
+
+def _named(value: Any, media: bool = False) -> Any:
+    if isinstance(value, dict):
+        return {key: _named(inner, key in MEDIA) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_named(inner, media) for inner in value]
+    if isinstance(value, str) and len(value) > NAMED_CHARS and (media or value.startswith("data:")):
+        return xxhash.xxh3_128_hexdigest(value.encode("utf-8", "surrogatepass"))
+    return value
 
 
 def _tokenizer(path: Path) -> Any:
@@ -178,11 +197,17 @@ def _template(path: Path) -> Any:
         try:
             return str(
                 compiled.render(
-                    messages=chat.messages, tools=list(chat.tools) or None, add_generation_prompt=True, **special
+                    messages=[message | {"content": _said(message.get("content"))} for message in chat.messages],
+                    tools=list(chat.tools) or None,
+                    add_generation_prompt=True,
+                    **special,
                 )
             )
+        except TemplateRefusal as refusal:
+            # What a template says may quote a prompt; what stands in the template itself does not.
+            raise TemplateRefusal(str(refusal) if str(refusal) in template else "it refuses the messages") from None
         except Exception as error:
-            raise TemplateRefusal(str(error)) from None
+            raise TemplateRefusal(type(error).__name__) from None
 
     return apply
 

@@ -18,7 +18,7 @@ from .collect import Log, ModelLog
 from .gain import Gain, GainSettings, simulate
 from .prefixes import Zipf, fit_zipf
 from .stack import SIZES, Curve
-from .verdict import Verdict, judge
+from .verdict import FEW, Seen, Verdict, judge
 
 SMALLEST = 16
 """Blocks of the smallest cache that is shown."""
@@ -140,7 +140,7 @@ def build(
     reports = []
     for name, model in models:
         gain = None
-        if wanted.gain is not None:
+        if wanted.gain is not None and model.totals.requests >= FEW:
             told = progress(name) if progress is not None else None
             gain = simulate(model.kept, wanted.gain, wanted.workers, told)
         reports.append(_model(name, model, gain, wanted))
@@ -188,7 +188,7 @@ def _model(name: str, model: ModelLog, gain: Gain | None, wanted: Wanted) -> Mod
         len(model.tenants),
         _tenants(model, wanted.tenants) if several else [],
         gain,
-        judge(curve.rates[-1], gain),
+        judge(Seen(totals.requests, totals.blocks, curve.rates[-1]), gain),
     )
 
 
