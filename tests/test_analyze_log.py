@@ -219,6 +219,12 @@ def test_a_file_that_is_cut_off_ends_with_a_line_that_says_so(tmp_path: Path, pa
     assert after.data == b"two\n"
 
 
+def test_a_packed_file_that_gives_nothing_says_so(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(gzip.compress(b""))
+    (line,) = lines([tmp_path / "log"])
+    assert "nothing can be unpacked" in line.wrong
+
+
 def test_a_mark_of_the_byte_order_is_no_part_of_the_first_line(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"\xef\xbb\xbf{}\n{}\n")
     assert [line.data for line in lines([tmp_path / "log"])] == [b"{}\n", b"{}\n"]

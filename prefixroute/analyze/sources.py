@@ -157,6 +157,9 @@ def lines(paths: Sequence[Path], progress: Callable[[int], None] | None = None) 
                     yield Line(source, number, None, f"the file cannot be read on: {error}")
                     break
                 if not data and whole:
+                    if number == 1 and unpacked is not raw:
+                        # Not every way of packing notices that its file is cut off.
+                        yield Line(source, number, None, "nothing can be unpacked: the file is empty or cut off")
                     break
                 had += len(data)
                 if number == 1:

@@ -121,7 +121,7 @@ def judge(seen: Seen, gain: Gain | None) -> Verdict:
         return Verdict(
             Advice.BIGGER,
             f"Do not route over {tried}: a {kind} cache is better.",
-            f"Prefixes do not make forwarding pay at any delay tried, but {hits}.",
+            f"Prefixes do not make forwarding pay, beyond chance, at any delay tried, but {hits}.",
         )
     return Verdict(
         Advice.LOCAL,
