@@ -129,6 +129,11 @@ class ModelLog:
         every = self.tenants.values()
         return Tenant(sum(t.requests for t in every), sum(t.tokens for t in every), sum(t.blocks for t in every))
 
+    def release(self) -> None:
+        """Let go of all but what the simulator needs."""
+        self.shared = self.apart = Scope(Limits())
+        self.prefixes = TopPrefixes()
+
 
 @dataclass(slots=True)
 class Log:

@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -290,8 +291,12 @@ def _runs(task: tuple[Sequence[_Request], GainSettings, int]) -> _Seed:
         )
 
     def run(policy: str) -> list[Figures]:
-        runs = (Gossiping(trace, fleet(delay), seed, POLICIES[policy]) for delay in settings.delays_ms)
-        return [_warm(one.run(), trace) for one in runs]
+        found = []
+        for delay in settings.delays_ms:
+            found.append(_warm(Gossiping(trace, fleet(delay), seed, POLICIES[policy]).run(), trace))
+            # A fleet is full of cycles: those of many runs would pile up before anybody came for them.
+            gc.collect()
+        return found
 
     none = _warm(Bare(trace, fleet(0.0), seed).run(), trace)
     return _Seed(none, run(settings.policy), run(BALANCING), rate)
