@@ -12,6 +12,7 @@ import pytest
 from prefixroute import cli
 from prefixroute.analyze.charts import Axis, Series, line_chart, percent, short
 
+DOCUMENT = Path(__file__).parents[1] / "docs" / "analyze.md"
 FRONT = "You answer in short plain sentences and name every source. " * 12
 QUICK = ("--seeds", "2", "--workers", "1", "--requests", "40", "--delays", "1,300", "--cache-tokens", "4000")
 
@@ -151,6 +152,23 @@ def test_what_cannot_be_is_one_line(
     assert err.count("\n") == 1
     assert said in err
     assert cli.main(["analyze", str(log) + ".gone"]) == 2
+
+
+def test_the_example_of_the_document_is_what_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = DOCUMENT.read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    exec(document.split("```python\n")[1].split("```")[0], {})
+    told = document.split("$ prefixroute analyze requests.jsonl ")[1].split("```")[0]
+    options, _, shown = told.partition("\n")
+    assert cli.main(["analyze", "requests.jsonl", *options.split(), "--requests", "0"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) > 20
+    # What is simulated takes a minute: the verdict's two lines, and all after the tenants.
+    lines = shown.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("model "))
+    assert printed[: at + 1] + printed[at + 3 :] == lines[: at + 1] + lines[at + 3 : len(printed)]
 
 
 def test_charts_stay_in_their_box_whatever_the_points() -> None:

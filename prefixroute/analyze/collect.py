@@ -118,10 +118,8 @@ class ModelLog:
         self.apart = Scope(limits)
         self.prefixes = TopPrefixes()
         self.kept: list[Kept] = []
-        self.saved_blocks = 0
         self.first_at: float | None = None
         self.last_at: float | None = None
-        self.all_timed = True
 
     @property
     def totals(self) -> Tenant:
@@ -245,7 +243,6 @@ class Collector:
     @staticmethod
     def _times(model: ModelLog, at: float | None) -> None:
         if at is None:
-            model.all_timed = False
             return
         model.first_at = at if model.first_at is None else min(at, model.first_at)
         model.last_at = at if model.last_at is None else max(at, model.last_at)

@@ -107,9 +107,10 @@ def _curve(model: ModelReport) -> Iterator[str]:
 
 
 def _gain(gain: Gain) -> Iterator[str]:
+    spaced = "spaced as in the log" if gain.own_times else "at drawn times"
     yield (
         f"  simulated: {gain.requests:,} requests over {gain.nodes} nodes with {gain.cache_tokens:,} tokens of cache "
-        f"each, {gain.requests_per_s:.3g} requests a second at {'their own' if gain.own_times else 'drawn'} times; "
+        f"each, {gain.requests_per_s:.3g} requests a second {spaced}; "
         f"the first {gain.warming:,} fill the caches and are not counted"
     )
     yield f"  without routing: {gain.local_mean_s:.3f} s to the first token, {gain.local_hit_rate:.1%} of tokens hit"
