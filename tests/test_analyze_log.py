@@ -183,12 +183,29 @@ def test_what_a_message_has_beside_its_content_is_in_the_prompt() -> None:
         assert (one.keys != other.keys).any()
 
 
+def test_a_chat_template_is_found_where_models_have_it(tmp_path: Path) -> None:
+    chat = Chat(CHAT, ())
+    plain = "{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}"
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "tokenizer_config.json").write_text(json.dumps({"chat_template": plain, "bos_token": "<s>"}))
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
+    (tmp_path / "two" / "chat_template.jinja").write_text(plain)
+    (tmp_path / "alone.jinja").write_text(plain)
+    for name in ("one", "one/tokenizer_config.json", "two", "two/tokenizer_config.json", "two/chat_template.jinja"):
+        assert PromptReader(template=tmp_path / name).text(chat) == "<s>hi"
+    assert PromptReader(template=tmp_path / "alone.jinja").text(chat) == "hi"
+    (tmp_path / "two" / "chat_template.jinja").unlink()
+    with pytest.raises(UsageError, match="no chat template"):
+        PromptReader(template=tmp_path / "two")
+
+
 @pytest.mark.parametrize("option", ["tokenizer", "template"])
 def test_a_file_that_is_none_is_refused(tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.json").write_text("{}")
     if option == "template":
         monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
-    with pytest.raises(UsageError, match="tokenizer" if option == "tokenizer" else "pip install jinja2"):
+    with pytest.raises(UsageError, match="tokenizer" if option == "tokenizer" else "needs Jinja, run: pip install"):
         PromptReader(**{option: tmp_path / "x.json"})
 
 

@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="JSON lines of requests, or traces; packed too (gz, bz2, xz, zst); - is standard input",
     )
     add("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of the model (4 bytes are taken for a token)")
-    add("--chat-template", type=Path, metavar="FILE", help="Jinja chat template, or tokenizer_config.json")
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja chat template, tokenizer_config.json, or its folder")
     add("--block-tokens", type=int, default=16, metavar="N", help="tokens of a block of the engine's cache (16)")
     add(
         "--tenant-field",

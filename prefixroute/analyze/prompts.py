@@ -68,7 +68,7 @@ class PromptReader:
     """Turns contents of requests into prompts.
 
     `tokenizer` is a ``tokenizer.json`` of Hugging Face's `tokenizers`, or its folder; `template` a Jinja chat template,
-    or a ``tokenizer_config.json`` that has one. Raises `UsageError` for files that cannot be used.
+    a ``tokenizer_config.json`` that has one, or the folder of either. Raises `UsageError` for what cannot be used.
     """
 
     def __init__(self, block_tokens: int = 16, tokenizer: Path | None = None, template: Path | None = None) -> None:
@@ -147,6 +147,12 @@ def _said(content: Any) -> str:
     )
 
 
+def _flat(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose parts are one text, as engines hand it to templates that know no parts."""
+    content = message.get("content")
+    return message | {"content": _said(content)} if isinstance(content, list) else message
+
+
 def _encoded(value: Any) -> str:
     return msgspec.json.encode(_named(value)).decode()
 
@@ -178,11 +184,9 @@ def _template(path: Path) -> Any:
         sandbox: Any = importlib.import_module("jinja2.sandbox")
         exceptions: Any = importlib.import_module("jinja2.exceptions")
     except ImportError:
-        raise UsageError("--chat-template needs Jinja, run: pip install jinja2") from None
+        raise UsageError("--chat-template needs Jinja, run: pip install 'prefixroute[tokenizer]'") from None
     try:
-        source = path.read_text(encoding="utf-8")
-        told = msgspec.json.decode(source) if path.suffix == ".json" else {"chat_template": source}
-        template = told["chat_template"]
+        template, told = _template_source(path)
         if not isinstance(template, str):
             raise UsageError(f"{path} has several chat templates: write the one that is used to a file")
         environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
@@ -197,7 +201,7 @@ def _template(path: Path) -> Any:
         try:
             return str(
                 compiled.render(
-                    messages=[message | {"content": _said(message.get("content"))} for message in chat.messages],
+                    messages=[_flat(message) for message in chat.messages],
                     tools=list(chat.tools) or None,
                     add_generation_prompt=True,
                     **special,
@@ -210,6 +214,22 @@ def _template(path: Path) -> Any:
             raise TemplateRefusal(type(error).__name__) from None
 
     return apply
+
+
+def _template_source(path: Path) -> tuple[Any, dict[str, Any]]:
+    """Return a template and its tokenizer's configuration: one file or two, in the folder of a model."""
+    folder = path if path.is_dir() else path.parent
+    beside, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if path.is_dir():
+        path = beside if beside.exists() else config
+    if path.suffix == ".json":
+        config = path
+    told: dict[str, Any] = msgspec.json.decode(config.read_bytes()) if config.exists() else {}
+    if path.suffix != ".json":
+        return path.read_text(encoding="utf-8"), told
+    if "chat_template" not in told and beside.exists():
+        return beside.read_text(encoding="utf-8"), told
+    return told["chat_template"], told
 
 
 class TemplateRefusal(Exception):  # noqa: N818 - a line's, not ours
