@@ -57,10 +57,10 @@ class TopPrefixes:
         followed = self._followed
         parent = None
         if followed:
-            for key in keys:
-                if (found := followed.get(key)) is not None:
-                    found.requests += 1
-                    parent = key
+            # A loop over all keys of a log, so it is C's.
+            for key in filter(followed.__contains__, keys):
+                followed[key].requests += 1
+                parent = key
         if not matched:
             return
         key = keys[matched - 1]
