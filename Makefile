@@ -11,8 +11,8 @@ PREFIXROUTE_SGLANG_ENV ?= $(abspath $(ENGINES))/sglang
 
 COMPILED ?= .venv-compiled
 
-.PHONY: help demo test test-engines compiled test-compiled check
-.PHONY: bench bench-compare bench-route bench-ingest bench-engines bench-replication bench-scale bench-plan bench-gateways clean clean-engines
+.PHONY: help demo test test-browser test-engines compiled test-compiled check
+.PHONY: bench bench-analyze bench-compare bench-route bench-ingest bench-engines bench-replication bench-scale bench-plan bench-gateways clean clean-engines
 
 help:                           ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/'
@@ -36,6 +36,9 @@ test: $(VENV)/.dev              ## the test suite, a process for each core, and 
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --cov --cov-report= $(ARGS)
 	$(BIN)/python tests/core_coverage.py 95
 
+test-browser: $(VENV)/.dev      ## the analyser's page in a headless Chromium (apt-get install chromium, or PREFIXROUTE_BROWSER=...)
+	$(BIN)/python -m pytest -m browser tests/test_analyze_browser.py $(ARGS)
+
 test-engines: $(VENV)/.dev      ## the live suite: real vLLM and SGLang on this CPU, made once in .engines (ARGS=..., ENGINES=DIR)
 	$(if $(filter file,$(origin PREFIXROUTE_VLLM_ENV)),examples/lan4/setup_vllm.sh $(PREFIXROUTE_VLLM_ENV))
 	$(if $(filter file,$(origin PREFIXROUTE_SGLANG_ENV)),examples/lan4/setup_sglang.sh $(PREFIXROUTE_SGLANG_ENV))
@@ -52,7 +55,7 @@ compiled:                       ## the compiled build, in an environment of its 
 	$(COMPILED)/bin/prefixroute --version
 
 test-compiled: compiled         ## the test suite against the compiled build (ARGS=...)
-	$(COMPILED)/bin/pytest -m 'not interpreted' $(ARGS)
+	$(COMPILED)/bin/pytest -m 'not interpreted and not browser' $(ARGS)
 
 check: $(VENV)/.dev             ## lint, format, types, import rules
 	$(BIN)/ruff check .
@@ -71,6 +74,9 @@ $(RIVALS)/.rivals: pyproject.toml
 
 bench-compare: $(RIVALS)/.rivals ## ours against the rivals from PyPI and against the C floor; 10 minutes (ARGS=--quick)
 	$(RIVALS)/bin/python benchmarks/compare.py $(ARGS)
+
+bench-analyze: $(VENV)/.dev     ## the log analyser against its bars: 1 GB of chats, sampled curves, verdicts; 5 minutes (ARGS=...)
+	$(BIN)/python benchmarks/analyze.py $(ARGS)
 
 bench-route: $(VENV)/.dev       ## what a decision costs (ARGS=...)
 	$(BIN)/python benchmarks/route.py $(ARGS)

@@ -14,17 +14,18 @@ import numpy as np
 
 
 class Row(NamedTuple):
-    """One figure and the bar that it must not exceed, if there is one."""
+    """One figure and the bar that it must not exceed, or with `least` must reach, if there is one."""
 
     what: str
     value: float
     unit: str
     bar: float | None = None
+    least: bool = False
 
     @property
     def met(self) -> bool:
         """Whether the figure is within its bar."""
-        return self.bar is None or self.value <= self.bar
+        return self.bar is None or (self.value >= self.bar if self.least else self.value <= self.bar)
 
 
 def json_option(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +59,11 @@ def publish(parts: Sequence[tuple[str, Iterable[Row]]], file: str | None) -> Non
         for row in figures:
             rows.append(row)
             if not quiet:
-                verdict = "" if row.bar is None else f"<= {row.bar:<8g}{'met' if row.met else 'MISSED'}"
+                verdict = (
+                    ""
+                    if row.bar is None
+                    else f"{'>=' if row.least else '<='} {row.bar:<8g}{'met' if row.met else 'MISSED'}"
+                )
                 print(f"{row.what:<88}{row.value:>12,.3f} {row.unit:<14}{verdict}".rstrip(), flush=True)
         if not quiet:
             print(f"({part}: {time.perf_counter() - start:.0f} s)", flush=True)

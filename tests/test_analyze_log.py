@@ -1,12 +1,8 @@
-"""Reading request logs: every form of a request, what is none, compressed files, and what is counted of them."""
+"""Reading request logs: every form of a request, what is none, and what is counted of them."""
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import io
 import json
-import lzma
 import random
 import sys
 from pathlib import Path
@@ -18,7 +14,7 @@ from prefixroute import UsageError
 from prefixroute.analyze import Collector, Limits, Log, PromptReader
 from prefixroute.analyze.prefixes import TopPrefixes, fit_zipf
 from prefixroute.analyze.records import BadLine, Chat, Trace, parse
-from prefixroute.analyze.sources import Joined, lines
+from prefixroute.analyze.sources import Line
 
 FRONT = "You are a careful assistant who answers in short plain sentences and names every source. " * 8
 
@@ -52,6 +48,10 @@ CHAT = [{"role": "user", "content": "hi"}]
         ({"prompt": [1, 2, 3]}, ([1, 2, 3],)),
         ({"prompt": [[1, 2], [3]]}, ([1, 2], [3])),
         ({"input": "hi"}, ("hi",)),
+        ({"input": "hi", "instructions": "be brief"}, (Chat([{"role": "system", "content": "be brief"}, *CHAT], ()),)),
+        ({"messages": CHAT, "system": "be brief"}, (Chat([{"role": "system", "content": "be brief"}, *CHAT], ()),)),
+        ({"messages": CHAT, "functions": [{"name": "f"}]}, (Chat(CHAT, [{"name": "f"}]),)),
+        ({"prompt": "half of a \ud83d"}, ("half of a \ud83d",)),
         ({"custom_id": "1", "method": "POST", "body": {"messages": CHAT}}, (Chat(CHAT, ()),)),
         ({"request": json.dumps({"prompt": "hi"})}, ("hi",)),
         ({"timestamp": 5, "input_length": 700, "output_length": 3, "hash_ids": [0, 9]}, (Trace([0, 9], 700),)),
@@ -68,7 +68,10 @@ def test_a_request_is_read_in_every_form(row: dict[str, Any], contents: tuple[An
         (b"{", "no JSON"),
         (b"\xff\xfe", "no JSON"),
         (b"[" * 100_000, "no JSON"),
-        (b"[1]", "no JSON object"),
+        (b"1", "no JSON object"),
+        (b'[{"prompt": "hi"}]', "a line has one request"),
+        (b'{"body":' * 300 + b"{}" + b"}" * 300, "no prompt"),
+        (b'{"prompt": "\\ud83d', "no JSON"),
         (b'{"model": "m"}', "no prompt"),
         (b'{"messages": []}', "neither text nor a list"),
         (b'{"messages": 5}', "neither text nor a list"),
@@ -95,6 +98,8 @@ def test_what_is_no_request_has_its_reason(line: bytes, reason: str) -> None:
         ({"time": "2023-11-14T23:13:20+01:00"}, 1.7e9),
         ({"time": "yesterday"}, None),
         ({"time": True}, None),
+        ({"time": "inf"}, None),
+        ({"time": "nan"}, None),
         ({}, None),
     ],
     ids=str,
@@ -148,53 +153,60 @@ def test_a_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
     assert prompt.keys.tolist() == PromptReader(2).read([1, 2, 2, 1, 1]).keys.tolist()
 
 
+def picture(name: str, text: str = "what is this?") -> dict[str, Any]:
+    url = f"data:image/png;base64,{'A' * 40_000}{name}"
+    return {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}],
+    }
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"])
+def test_a_picture_is_what_names_it_not_its_bytes(template: str | None, tmp_path: Path) -> None:
+    if template:
+        (tmp_path / "t.jinja").write_text(template)
+    reader = PromptReader(4, template=tmp_path / "t.jinja" if template else None)
+    one, same, other = (
+        reader.read(Chat([{"role": "system", "content": "s" * 40}, picture(name)], ())) for name in "aab"
+    )
+    assert one.tokens < 60, "ten thousand tokens of base64 would drown the text"
+    assert one.keys.tolist() == same.keys.tolist()
+    equal = (one.keys == other.keys).tolist()
+    assert equal[1]
+    assert not equal[-1], "what comes after another picture is not shared"
+
+
+def test_what_a_message_has_beside_its_content_is_in_the_prompt() -> None:
+    reader = PromptReader(2)
+    for more in ("tool_calls", "function_call", "arguments", "output"):
+        one, other = (reader.read(Chat([{"role": "assistant", more: [text]}, *CHAT], ())) for text in "ab")
+        assert (one.keys != other.keys).any()
+
+
+def test_a_chat_template_is_found_where_models_have_it(tmp_path: Path) -> None:
+    chat = Chat(CHAT, ())
+    plain = "{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}"
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "tokenizer_config.json").write_text(json.dumps({"chat_template": plain, "bos_token": "<s>"}))
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
+    (tmp_path / "two" / "chat_template.jinja").write_text(plain)
+    (tmp_path / "alone.jinja").write_text(plain)
+    for name in ("one", "one/tokenizer_config.json", "two", "two/tokenizer_config.json", "two/chat_template.jinja"):
+        assert PromptReader(template=tmp_path / name).text(chat) == "<s>hi"
+    assert PromptReader(template=tmp_path / "alone.jinja").text(chat) == "hi"
+    (tmp_path / "two" / "chat_template.jinja").unlink()
+    with pytest.raises(UsageError, match="no chat template"):
+        PromptReader(template=tmp_path / "two")
+
+
 @pytest.mark.parametrize("option", ["tokenizer", "template"])
 def test_a_file_that_is_none_is_refused(tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.json").write_text("{}")
     if option == "template":
         monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
-    with pytest.raises(UsageError, match="tokenizer" if option == "tokenizer" else "pip install jinja2"):
+    with pytest.raises(UsageError, match="tokenizer" if option == "tokenizer" else "needs Jinja, run: pip install"):
         PromptReader(**{option: tmp_path / "x.json"})
-
-
-# --- files -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)])
-def test_compressed_files_are_read(tmp_path: Path, suffix: str, pack: Any) -> None:
-    path = tmp_path / f"log.jsonl{suffix}"
-    path.write_bytes(pack(b"one\n\ntwo"))
-    assert [(line.number, line.data) for line in lines([path])] == [(1, b"one\n"), (2, b"\n"), (3, b"two")]
-    path.write_bytes(pack(b"one\n" * 9000)[:-9])
-    with pytest.raises(UsageError, match="cannot read"):
-        list(lines([path]))
-
-
-def test_zst_says_what_to_install_where_nothing_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("compression.zstd", "backports.zstd", "pyzstd", "zstandard"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UsageError, match="pip install zstandard"):
-        list(lines([write(tmp_path / "log.zst", ["x"])]))
-
-
-def test_what_can_only_be_read_has_lines() -> None:
-    joined = Joined(io.BytesIO(b"one\n\nthree four\nfive"))
-    assert [joined.readline(8) for _ in range(6)] == [b"one\n", b"\n", b"three fo", b"ur\n", b"five", b""]
-
-
-def test_progress_ends_with_all_bytes(tmp_path: Path) -> None:
-    paths = [write(tmp_path / name, ["x"] * 700) for name in ("a", "b")]
-    told: list[int] = []
-    assert len(list(lines(paths, told.append))) == 1400
-    assert told == sorted(told)
-    assert told[-1] == 2800
-
-
-def test_a_line_that_is_too_long_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefixroute.analyze.sources.LINE_BYTES", 8)
-    path = tmp_path / "log"
-    path.write_bytes(b"1234567\n" + b"x" * 40 + b"\nlast\n")
-    assert [line.data for line in lines([path])] == [b"1234567\n", None, b"last\n"]
 
 
 # --- what is counted ---------------------------------------------------------------------------------------
@@ -205,6 +217,32 @@ def test_bad_lines_are_counted_and_shown_with_their_numbers(tmp_path: Path) -> N
     assert (log.lines, log.requests) == (4, 2)
     assert sum(log.bad.values()) == 2
     assert [number for _, number, _ in log.shown] == [2, 4]
+
+
+def test_reasons_are_bounded_and_do_not_quote_prompts(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(
+        "{% if messages|length > 1 %}{{ raise_exception('one message only') }}"
+        "{% elif messages[0].role == 'x' %}{{ raise_exception('no: ' + messages[0].content) }}"
+        "{% else %}{{ messages[0].content.absent.field }}{% endif %}"
+    )
+    secret = {"role": "x", "content": "secret"}
+    path = write(tmp_path / "log", [body("secret"), {"messages": [secret]}, {"messages": [secret | {"role": "y"}]}])
+    log = read(path, template=tmp_path / "t.jinja")
+    assert log.requests == 0
+    assert dict(log.bad) == {
+        "chat template: one message only": 1,
+        "chat template: it refuses the messages": 1,
+        "chat template: UndefinedError": 1,
+    }
+    collector = Collector(PromptReader(), Limits())
+    for i in range(100):
+        collector.add(Line("log", i, None, f"reason {i}"))
+    assert (len(collector.log.bad), sum(collector.log.bad.values())) == (51, 100)
+
+
+def test_names_cannot_move_a_terminals_cursor(tmp_path: Path) -> None:
+    (name,) = read(write(tmp_path / "log", [body("a", model="m\x1b[2J\ud83d\n")])).models
+    assert name == "m\ufffd[2J\ufffd\ufffd"
 
 
 def test_tenants_that_share_nothing_hit_less(tmp_path: Path) -> None:

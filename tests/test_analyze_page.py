@@ -12,6 +12,7 @@ import pytest
 from prefixroute import cli
 from prefixroute.analyze.charts import Axis, Series, line_chart, percent, short
 
+DOCUMENT = Path(__file__).parents[1] / "docs" / "analyze.md"
 FRONT = "You answer in short plain sentences and name every source. " * 12
 QUICK = ("--seeds", "2", "--workers", "1", "--requests", "40", "--delays", "1,300", "--cache-tokens", "4000")
 
@@ -103,6 +104,30 @@ def test_a_log_without_a_request_is_a_failure_that_says_so(tmp_path: Path, capsy
     (tmp_path / "empty").write_text("")
     assert cli.main(["analyze", str(tmp_path / "empty")]) == 1
     assert "no request to judge" in capsys.readouterr().out
+    for name, text in (("list.json", "[{}]"), ("pretty.json", '{\n"prompt":\n"hi"}\n')):
+        (tmp_path / name).write_text(text)
+        assert cli.main(["analyze", str(tmp_path / name)]) == 1
+        assert "jq -c" in capsys.readouterr().out
+
+
+def test_no_prompt_is_in_a_report_unless_asked(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log.write_text(log.read_text() + '["short plain sentences"]\n{"prompt": {"short plain sentences": 1}}\n')
+    for asked in ((), ("--text",)):
+        files = [tmp_path / "report.html", tmp_path / "report.json"]
+        options = ["--html", str(files[0]), "--json", str(files[1]), "--requests", "0", *asked]
+        assert cli.main(["analyze", str(log), *options]) == 0
+        out, err = capsys.readouterr()
+        said = [text.count("plain sentences") for text in (out, *(file.read_text() for file in files))]
+        assert all(said) if asked else not any(said)
+        assert "plain" not in err
+
+
+def test_a_token_is_what_the_log_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {"text": {"prompt": "hi"}, "tokens": {"prompt": [1, 2]}, "trace": {"hash_ids": [1]}}
+    for kind, said in (("text", "4 bytes"), ("tokens", "as they were logged"), ("trace", "as the trace tells")):
+        (tmp_path / kind).write_text(json.dumps(rows[kind]))
+        assert cli.main(["analyze", str(tmp_path / kind)]) == 0
+        assert said in capsys.readouterr().out.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +152,23 @@ def test_what_cannot_be_is_one_line(
     assert err.count("\n") == 1
     assert said in err
     assert cli.main(["analyze", str(log) + ".gone"]) == 2
+
+
+def test_the_example_of_the_document_is_what_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = DOCUMENT.read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    exec(document.split("```python\n")[1].split("```")[0], {})
+    told = document.split("$ prefixroute analyze requests.jsonl ")[1].split("```")[0]
+    options, _, shown = told.partition("\n")
+    assert cli.main(["analyze", "requests.jsonl", *options.split(), "--requests", "0"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) > 20
+    # What is simulated takes a minute: the verdict's two lines, and all after the tenants.
+    lines = shown.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("model "))
+    assert printed[: at + 1] + printed[at + 3 :] == lines[: at + 1] + lines[at + 3 : len(printed)]
 
 
 def test_charts_stay_in_their_box_whatever_the_points() -> None:

@@ -16,7 +16,7 @@ from prefixroute.analyze.collect import Collector as Reader
 from prefixroute.analyze.collect import Kept, Limits, Log
 from prefixroute.analyze.gain import break_even, simulate
 from prefixroute.analyze.prompts import Prompt, PromptReader, prefix_keys
-from prefixroute.analyze.verdict import judge
+from prefixroute.analyze.verdict import FEW, Seen, judge
 from prefixroute.sim.workloads import prefix_lengths
 
 FLEET: dict[str, Any] = {"prefill_tokens_per_s": 3300.0, "overhead_ms": 100.0, "gossip_s": 2.0, "seeds": (1, 2, 3)}
@@ -36,10 +36,14 @@ def topics(skew: float, requests: int, seed: int = 1, tail: int = 6) -> list[Kep
     return found
 
 
+def seen(hit_rate: float, requests: int = 500) -> Seen:
+    return Seen(requests, 100 * requests, hit_rate)
+
+
 def test_zipf_topics_over_a_short_way_are_routed() -> None:
     gain = simulate(topics(2.0, 500), GainSettings(cache_tokens=2_000, delays_ms=(2.0,), **FLEET))
     assert gain is not None
-    verdict = judge(0.5, gain)
+    verdict = judge(seen(0.5), gain)
     assert verdict.advice is Advice.ROUTE
     assert gain.break_even_ms == 2.0
     assert gain.local_hit_rate < gain.delays[0].hit_rate <= gain.endless_hit_rate
@@ -48,15 +52,15 @@ def test_zipf_topics_over_a_short_way_are_routed() -> None:
 def test_uniform_topics_over_a_long_way_are_not_routed() -> None:
     gain = simulate(topics(0.0, 500), GainSettings(cache_tokens=2_000, delays_ms=(200.0,), **FLEET))
     assert gain is not None
-    verdict = judge(0.8, gain)
+    verdict = judge(seen(0.8), gain)
     assert verdict.advice is not Advice.ROUTE
     assert "do not route" in verdict.says.lower()
     assert gain.break_even_ms is None
 
 
 def test_one_off_prompts_need_no_routing_and_are_judged_without_a_simulation() -> None:
-    assert judge(0.01, None).advice is Advice.LOCAL
-    assert judge(0.5, None).advice is Advice.UNKNOWN
+    assert judge(seen(0.01), None).advice is Advice.LOCAL
+    assert judge(seen(0.5), None).advice is Advice.UNKNOWN
 
 
 def row(delay_ms: float, ratio: float, half: float = 0.001) -> DelayGain:
@@ -77,7 +81,7 @@ def test_the_break_even_delay_is_where_the_gain_ends(rows: list[DelayGain], foun
 
 
 def gained(local: float, pooled: float, endless: float) -> Gain:
-    return Gain(4, 100, 1000, 1.0, 1.0, local, pooled, endless, [row(200, 1.0)], None, False)
+    return Gain(4, 100, 25, True, 1000, 1.0, 1.0, local, pooled, endless, [row(200, 1.0)], None, False)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,7 @@ def gained(local: float, pooled: float, endless: float) -> Gain:
     ],
 )
 def test_without_a_gain_the_hit_rates_tell_what_is_better(gain: Gain, advice: Advice, word: str) -> None:
-    verdict = judge(0.7, gain)
+    verdict = judge(seen(0.7), gain)
     assert verdict.advice is advice
     assert word in verdict.says + verdict.reason
 
@@ -118,8 +122,9 @@ def test_long_prompts_are_simulated_in_larger_blocks_and_times_are_kept() -> Non
     apart = simulate(kept, GainSettings(seeds=(1,), delays_ms=(1.0,), gossip_s=20.0, tenants_apart=True))
     assert together is not None
     assert apart is not None
-    assert together.endless_hit_rate == pytest.approx(7 / 8, abs=0.02)
-    assert apart.endless_hit_rate == pytest.approx(6 / 8, abs=0.02)
+    assert (together.requests, together.warming, together.own_times) == (8, 2, True)
+    assert together.endless_hit_rate == pytest.approx(1.0, abs=0.02), "each tenant's first request is not counted"
+    assert apart.endless_hit_rate == pytest.approx(1.0, abs=0.02)
 
 
 def log_of(path: Path, text: str) -> Log:
@@ -132,10 +137,47 @@ def test_a_report_of_one_request_and_of_none_is_sensible(tmp_path: Path) -> None
         report = build(log_of(tmp_path / "log", text), ["log"], "", Wanted(gain=GainSettings()))
         assert report.requests == requests
         assert as_json(report)["bad"]["count"] == text.count("nonsense")
-        assert [model.verdict.advice for model in report.models] == [Advice.LOCAL] * requests
+        assert [model.verdict.advice for model in report.models] == [Advice.UNKNOWN] * requests
+
+
+def test_too_few_requests_and_prompts_without_a_block_are_told_apart() -> None:
+    assert judge(Seen(FEW - 1, 100, 0.9), None).advice is Advice.UNKNOWN
+    assert "1 request " in judge(Seen(1, 100, 0.0), None).reason
+    short = judge(Seen(FEW, 0, 0.0), None)
+    assert short.advice is Advice.LOCAL
+    assert "as long as a block" in short.reason
+
+
+def test_the_verdict_names_the_zones_and_a_bigger_cache_where_that_does_more() -> None:
+    rows = [row(1, 0.8), row(11, 1.0)]
+    gain = Gain(4, 100, 25, True, 1000, 1.0, 1.0, 0.3, 0.5, 0.5, rows, 8.5, False)
+    verdict = judge(seen(0.5), gain)
+    assert verdict.says.startswith("Route, in zones of nodes up to about 8.5 ms apart")
+    assert "11 ms apart and farther keep to themselves" in verdict.says
+    assert "bigger" not in verdict.reason
+    more = Gain(4, 100, 25, True, 1000, 1.0, 1.0, 0.3, 0.5, 0.9, [row(2, 0.8)], 2.0, True)
+    verdict = judge(seen(0.9), more)
+    assert "one zone of all nodes" in verdict.says
+    assert "A bigger cache would do more still." in verdict.reason
+
+
+def test_caches_are_warm_before_anything_counts() -> None:
+    settings = GainSettings(delays_ms=(1.0,), seeds=(1,))
+    few = [keys._replace(at=float(i)) for i, keys in enumerate(topics(50.0, 400, tail=1))]
+    gain = simulate(few, settings)
+    assert gain is not None
+    assert gain.local_hit_rate == pytest.approx(gain.endless_hit_rate, abs=0.001), (
+        "one topic, which all nodes know soon"
+    )
+
+
+def test_a_log_with_its_newest_request_first_is_simulated_in_order_of_time() -> None:
+    settings = GainSettings(delays_ms=(1.0,), seeds=(1,))
+    kept = [one._replace(at=float(i)) for i, one in enumerate(topics(1.0, 60))]
+    assert simulate(kept, settings) == simulate(kept[::-1], settings)
 
 
 @pytest.mark.parametrize(("local", "advice"), [(0.3, Advice.ROUTE), (0.495, Advice.LOCAL)])
 def test_a_gain_without_more_hits_is_none_of_prefixes(local: float, advice: Advice) -> None:
-    gain = Gain(4, 100, 1000, 1.0, 1.0, local, 0.5, 0.5, [row(2, 0.8)], 2.0, True)
-    assert judge(0.5, gain).advice is advice
+    gain = Gain(4, 100, 25, True, 1000, 1.0, 1.0, local, 0.5, 0.5, [row(2, 0.8)], 2.0, True)
+    assert judge(seen(0.5), gain).advice is advice

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from doctor_fleet import PATIENCE_S, Fleet, Spoilt, findings_of, fleet
-from lan4_pair import udp_port
+from lan4_pair import MODEL, udp_port
 from msgspec import structs
 from prefixroute_lan4.config import Address, DomainConfig, EngineConfig, SidecarConfig, dump_config
 from prefixroute_lan4.doctor import check_packages, examine
@@ -112,6 +112,14 @@ def test_another_revision_of_the_model_is_found_by_its_answers(tmp_path: Path) -
     told = only(findings_of(tmp_path, Spoilt(engine={"weights_seed": 1})), "model")
     assert told.what == "0 of 4 greedy answers are node-1's"
     assert "--revision" in told.fix
+
+
+def test_another_revision_is_found_by_its_name_where_answers_are_alike(tmp_path: Path) -> None:
+    findings = findings_of(tmp_path, Spoilt(domain={"revision": "b2"}))
+    told = only(findings, "domain")
+    assert told.what == f"model is '{MODEL}@b2' here and '{MODEL}' at node-1"
+    assert "domain.revision" in told.fix
+    assert [finding.state for finding in findings if finding.check == "model"] == [OK], "asked by the engine's own name"
 
 
 def test_requests_that_somebody_salts_behind_the_sidecar(tmp_path: Path) -> None:

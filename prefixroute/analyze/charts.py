@@ -14,7 +14,7 @@ from math import floor, log10
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 560, 310
-LEFT, RIGHT, TOP, BOTTOM = 56, 18, 14, 56
+LEFT, RIGHT, TOP, BOTTOM = 66, 20, 20, 58
 
 
 class Series(NamedTuple):
@@ -42,7 +42,7 @@ def short(value: float) -> str:
 
 def percent(value: float) -> str:
     """Write a share as a percentage."""
-    return f"{100 * value:.3g} %"
+    return f"{100 * value:.3g}%"
 
 
 def line_chart(title: str, across: Axis, up: Axis, series: Sequence[Series], level: float | None = None) -> str:
@@ -67,12 +67,12 @@ def line_chart(title: str, across: Axis, up: Axis, series: Sequence[Series], lev
     for step in steps:
         _, y = at(10**low_x, step)
         parts.append(f'<line class="grid" x1="{LEFT}" y1="{y}" x2="{WIDTH - RIGHT}" y2="{y}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{escape(up.write(step))}</text>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{escape(up.write(step))}</text>')
     for value in _ticks(xs):
         x, _ = at(value, low_y)
         parts.append(f'<line class="grid" x1="{x}" y1="{TOP}" x2="{x}" y2="{HEIGHT - BOTTOM}"/>')
         parts.append(
-            f'<text x="{x}" y="{HEIGHT - BOTTOM + 22}" text-anchor="middle">{escape(across.write(value))}</text>'
+            f'<text x="{x}" y="{HEIGHT - BOTTOM + 25}" text-anchor="middle">{escape(across.write(value))}</text>'
         )
     if level is not None:
         _, y = at(10**low_x, level)
@@ -108,7 +108,9 @@ def _band(
 
 def _steps(low: float, high: float) -> list[float]:
     """Round values from at most `low` to at least `high`, four to eight of them."""
-    span = max(high - low, 1e-9)
+    if high - low < 1e-9:
+        high = low + (abs(low) or 1.0)
+    span = high - low
     size = 10 ** floor(log10(span))
     for by in (0.2, 0.25, 0.5, 1.0):
         if span / (size * by) <= 6:

@@ -21,9 +21,9 @@ from prefixroute import UsageError
 
 from .prefixes import TopPrefixes
 from .prompts import Keys, Prompt, PromptReader, TemplateRefusal, salted
-from .records import BadLine, Content, Record, parse
+from .records import BadLine, Content, Record, Trace, parse
 from .sample import SAMPLE_BLOCKS, Sampled
-from .sources import LINE_BYTES, Line, lines
+from .sources import Line, lines
 from .stack import Curve, Exact
 
 EXACT_BLOCKS = 1_000_000
@@ -35,7 +35,7 @@ MODELS, TENANTS = 32, 500
 KEPT_BLOCKS = 2_000_000
 """Blocks of the requests that are kept for the simulator, of all models together: 16 MB."""
 
-SHOWN_LINES = 10
+SHOWN_LINES, REASONS = 10, 50
 OTHERS = "(others)"
 UNNAMED = "(none)"
 
@@ -118,10 +118,8 @@ class ModelLog:
         self.apart = Scope(limits)
         self.prefixes = TopPrefixes()
         self.kept: list[Kept] = []
-        self.saved_blocks = 0
         self.first_at: float | None = None
         self.last_at: float | None = None
-        self.all_timed = True
 
     @property
     def totals(self) -> Tenant:
@@ -129,18 +127,25 @@ class ModelLog:
         every = self.tenants.values()
         return Tenant(sum(t.requests for t in every), sum(t.tokens for t in every), sum(t.blocks for t in every))
 
+    def release(self) -> None:
+        """Let go of all but what the simulator needs."""
+        self.shared = self.apart = Scope(Limits())
+        self.prefixes = TopPrefixes()
+
 
 @dataclass(slots=True)
 class Log:
-    """A log that was read. `bad` are lines by reason; `shown` the first of them with file and number."""
+    """A log that was read. `bad` are lines by reason; `shown` the first of them with file and number.
+
+    `kinds` are of prompts: text, tokens, trace.
+    """
 
     models: dict[str, ModelLog] = field(default_factory=dict)
     lines: int = 0
     requests: int = 0
     bad: Counter[str] = field(default_factory=Counter)
     shown: list[tuple[str, int, str]] = field(default_factory=list)
-    traces: bool = False
-    texts: bool = False
+    kinds: set[str] = field(default_factory=set)
 
 
 class Collector:
@@ -167,13 +172,14 @@ class Collector:
         log.lines += 1
         try:
             if line.data is None:
-                raise BadLine(f"longer than {LINE_BYTES >> 20} MB")
+                raise BadLine(line.wrong)
             record = parse(line.data, self._limits.tenant_field)
             prompts = [self._prompt(content) for content in record.contents]
         except BadLine as bad:
-            log.bad[str(bad)] += 1
+            reason = str(bad) if str(bad) in log.bad or len(log.bad) < REASONS else OTHERS
+            log.bad[reason] += 1
             if len(log.shown) < SHOWN_LINES:
-                log.shown.append((str(line.path), line.number, str(bad)))
+                log.shown.append((line.source, line.number, str(bad)))
             return
         for content, prompt in zip(record.contents, prompts, strict=True):
             self._count(record, content, prompt, line)
@@ -183,7 +189,7 @@ class Collector:
             return self._reader.read(content)
         except TemplateRefusal as refusal:
             raise BadLine(f"chat template: {str(refusal)[:80]}") from None
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
             raise BadLine(f"unreadable prompt ({type(error).__name__})") from None
 
     def _count(self, record: Record, content: Content, prompt: Prompt, line: Line) -> None:
@@ -197,8 +203,7 @@ class Collector:
         counted.tokens += prompt.tokens
         counted.blocks += len(keys)
         log.requests += 1
-        log.traces |= prompt.block_tokens != self._reader.block_tokens
-        log.texts |= prompt.block_tokens == self._reader.block_tokens
+        log.kinds.add("trace" if isinstance(content, Trace) else "tokens" if isinstance(content, list) else "text")
         listed: list[int] = keys.tolist()
         matched = model.shared.access(keys, listed, tenant)
         own = salted(keys, self._salt(record.tenant))
@@ -206,7 +211,7 @@ class Collector:
         text = self._reader.text(content) if self._limits.texts and matched else ""
         # Tokens have no places in a text: the shared part is told by its share of them.
         text = text[: len(text) * matched * prompt.block_tokens // max(prompt.tokens, 1)]
-        model.prefixes.add(listed, matched, prompt.block_tokens, f"{line.path.name}:{line.number}", text)
+        model.prefixes.add(listed, matched, prompt.block_tokens, f"{Path(line.source).name}:{line.number}", text)
         self._times(model, record.at)
         if len(model.kept) < self._limits.kept_requests and self._room >= len(keys):
             self._room -= len(keys)
@@ -238,7 +243,6 @@ class Collector:
     @staticmethod
     def _times(model: ModelLog, at: float | None) -> None:
         if at is None:
-            model.all_timed = False
             return
         model.first_at = at if model.first_at is None else min(at, model.first_at)
         model.last_at = at if model.last_at is None else max(at, model.last_at)

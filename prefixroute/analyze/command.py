@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from prefixroute import UsageError
 from prefixroute.sim.parallel import Progress, check_writable, write_json
@@ -18,6 +14,7 @@ from . import sources
 from .collect import EXACT_BLOCKS, Collector, Limits
 from .gain import GainSettings
 from .page import page
+from .progress import reading
 from .prompts import PromptReader
 from .report import Report, Wanted, as_json, build
 from .sample import SAMPLE_BLOCKS
@@ -31,9 +28,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
     fleet = GainSettings()
-    add("logs", type=Path, nargs="+", metavar="LOG", help="JSON lines of requests, or traces; .gz, .bz2, .xz, .zst too")
+    add(
+        "logs",
+        type=Path,
+        nargs="+",
+        metavar="LOG",
+        help="JSON lines of requests, or traces; packed too (gz, bz2, xz, zst); - is standard input",
+    )
     add("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of the model (4 bytes are taken for a token)")
-    add("--chat-template", type=Path, metavar="FILE", help="Jinja chat template, or tokenizer_config.json")
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja chat template, tokenizer_config.json, or its folder")
     add("--block-tokens", type=int, default=16, metavar="N", help="tokens of a block of the engine's cache (16)")
     add(
         "--tenant-field",
@@ -95,11 +98,13 @@ def run_options(options: argparse.Namespace) -> int:
     total = sources.check(options.logs)
     check_writable(options.json)
     check_writable(options.html)
-    with _progress(total) as told:
+    with reading(total) as told:
         log = Collector(reader, limits).read(options.logs, told)
     wanted = Wanted(options.top, options.top, fleet if options.requests else None, options.workers)
-    files = [str(path) for path in options.logs]
-    report = build(log, files, unit(reader, log.texts), wanted, lambda _: Progress(options.seeds, "simulations"))
+    files = [sources.label(path) for path in options.logs]
+    report = build(
+        log, files, unit(reader, log.kinds), wanted, lambda name: Progress(options.seeds, f"simulations of {name}")
+    )
     _show(report, options)
     return 0 if report.requests else 1
 
@@ -112,34 +117,11 @@ def _show(report: Report, options: argparse.Namespace) -> None:
         Path(options.html).write_text(page(report), encoding="utf-8")
 
 
-def unit(reader: PromptReader, texts: bool) -> str:
-    """Say what a token is in the report."""
-    if not texts:
-        return "tokens as the trace tells them"
-    if reader.by_bytes:
-        return "no tokenizer: 4 bytes are taken for a token"
-    return "tokens of the tokenizer"
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of rich's where that is installed and seen, else a line now and then; both on standard error."""
-    try:
-        rich: Any = importlib.import_module("rich.progress")
-        console: Any = importlib.import_module("rich.console")
-    except ImportError:
-        rich = None
-    if rich is None or not sys.stderr.isatty():
-        line = Progress(max(total, 1), "bytes")
-        yield line
-        return
-    columns = (
-        rich.TextColumn("reading"),
-        rich.BarColumn(),
-        rich.DownloadColumn(),
-        rich.TransferSpeedColumn(),
-        rich.TimeRemainingColumn(),
-    )
-    with rich.Progress(*columns, console=console.Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda done: bar.update(task, completed=done)
+def unit(reader: PromptReader, kinds: Collection[str]) -> str:
+    """Say what a token is in a report of prompts of such kinds."""
+    said = {
+        "text": "no tokenizer: 4 bytes are taken for a token" if reader.by_bytes else "tokens of the tokenizer",
+        "tokens": "tokens as they were logged",
+        "trace": "tokens as the trace tells them",
+    }
+    return ", ".join(text for kind, text in said.items() if kind in kinds)

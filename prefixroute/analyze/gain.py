@@ -7,22 +7,24 @@ Rules:
    balancing alone, over the same delay.
 3. Which node a request came to is not in a log: origins are drawn, evenly. Times are the log's, or drawn if it has
    none, and stretched so that the engines work `load` of the time without routing.
-4. Engines cache blocks of the log, or runs of them, so that a prompt has a hundred at most on average.
+4. Caches are empty at first: the first WARM of the requests fill them, and are in no figure.
+5. Engines cache blocks of the log, or runs of them, so that a prompt has a hundred at most on average.
 """
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from prefixroute import POLICIES, Domain, Node, UsageError
 from prefixroute.sim.parallel import run_all
 from prefixroute.sim.service import BlockCache, Speed
-from prefixroute.sim.serving import Bare, Gossiping, ServingSettings
+from prefixroute.sim.serving import Bare, Gossiping, Served, ServingSettings
 from prefixroute.sim.stats import Figures, Interval, figures, interval
 from prefixroute.sim.workloads import Arrival, Prompt, Trace
 
@@ -34,6 +36,9 @@ BLOCKS_EACH = 100
 
 BALANCING = "least"
 """The policy that looks at load alone."""
+
+WARM = 0.25
+"""Share of the requests that only fill the caches. A short log would be all about empty ones otherwise."""
 
 PAYS = 0.05
 """Least gain that is called one, as a share of the mean time to first token."""
@@ -91,11 +96,14 @@ class DelayGain:
 class Gain:
     """What was simulated. Hit rates are of tokens. `break_even_ms` is one-way, None when no delay tried pays.
 
+    `warming` of the requests filled the caches and are in no figure; `own_times` tells that times are the log's.
     With `open_ended` even the longest delay that was tried pays.
     """
 
     nodes: int
     requests: int
+    warming: int
+    own_times: bool
     cache_tokens: int
     requests_per_s: float
     local_mean_s: float
@@ -134,6 +142,8 @@ def simulate(
     return Gain(
         settings.nodes,
         len(requests),
+        _warming(requests),
+        _own_times(requests),
         settings.cache_tokens,
         _mean([run.rate for run in runs]),
         _mean([run.none.mean_s for run in runs]),
@@ -212,7 +222,20 @@ def _coarse(kept: Sequence[Kept], apart: bool) -> list[_Request]:
         if apart:
             keys = salted(keys, salts.setdefault(tenant, len(salts) + 1))
         found.append(_Request(at, keys[most - 1 :: most], tokens, block_tokens * most, int(keys[0])))
+    if _own_times(found):
+        # Logs are written when requests end, or exported with the newest first.
+        found.sort(key=lambda request: request.at or 0.0)
     return found
+
+
+def _own_times(requests: Sequence[_Request]) -> bool:
+    """Whether each has a time, and not all the same."""
+    told = {request.at for request in requests}
+    return None not in told and len(told) > 1
+
+
+def _warming(requests: Sequence[Any]) -> int:
+    return int(len(requests) * WARM)
 
 
 def _trace(requests: Sequence[_Request], nodes: int, seed: int) -> Trace:
@@ -240,13 +263,10 @@ def _trace(requests: Sequence[_Request], nodes: int, seed: int) -> Trace:
 
 def _times(requests: Sequence[_Request], rng: random.Random) -> list[float]:
     """Times with a mean rate of 1: the log's, or drawn when it has none or they are all the same."""
-    told = [request.at for request in requests if request.at is not None]
-    if len(told) == len(requests):
-        # Logs are written when requests end: their order is not that of the times.
-        first, last = min(told), max(told)
-        if last > first:
-            pace = (last - first) / len(told)
-            return [(at - first) / pace for at in np.maximum.accumulate(told).tolist()]
+    if _own_times(requests):
+        told = [request.at or 0.0 for request in requests]
+        pace = (told[-1] - told[0]) / len(told)
+        return [(at - told[0]) / pace for at in told]
     times, at = [], 0.0
     for _ in requests:
         at += rng.expovariate(1.0)
@@ -271,11 +291,24 @@ def _runs(task: tuple[Sequence[_Request], GainSettings, int]) -> _Seed:
         )
 
     def run(policy: str) -> list[Figures]:
-        runs = (Gossiping(trace, fleet(delay), seed, POLICIES[policy]) for delay in settings.delays_ms)
-        return [figures(one.run(), trace) for one in runs]
+        found = []
+        for delay in settings.delays_ms:
+            found.append(_warm(Gossiping(trace, fleet(delay), seed, POLICIES[policy]).run(), trace))
+            # A fleet is full of cycles: those of many runs would pile up before anybody came for them.
+            gc.collect()
+        return found
 
-    none = figures(Bare(trace, fleet(0.0), seed).run(), trace)
+    none = _warm(Bare(trace, fleet(0.0), seed).run(), trace)
     return _Seed(none, run(settings.policy), run(BALANCING), rate)
+
+
+def _warm(served: Served, trace: Trace) -> Figures:
+    """Figures without the requests that fill the caches."""
+    skip = _warming(trace.arrivals)
+    later = Served(0)
+    later.latency_s, later.server = served.latency_s[skip:], served.server[skip:]
+    later.cached, later.hits = served.cached[skip:], served.hits[skip:]
+    return figures(later, trace._replace(arrivals=trace.arrivals[skip:]))
 
 
 def _work_s(trace: Trace, settings: GainSettings, speed: Speed) -> float:
@@ -291,7 +324,7 @@ def _work_s(trace: Trace, settings: GainSettings, speed: Speed) -> float:
 
 def _one_cache(trace: Trace, tokens: int) -> float:
     """Token hit rate if all requests came to one cache."""
-    size = trace.domain.block_size
+    size, skip = trace.domain.block_size, _warming(trace.arrivals)
     cache = BlockCache(tokens // size, size)
-    cached = sum(cache.admit(arrival.prompt, 0.0).cached_tokens for arrival in trace.arrivals)
-    return cached / sum(arrival.prompt.chain.n_tokens for arrival in trace.arrivals)
+    cached = [cache.admit(arrival.prompt, 0.0).cached_tokens for arrival in trace.arrivals]
+    return sum(cached[skip:]) / sum(arrival.prompt.chain.n_tokens for arrival in trace.arrivals[skip:])

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import zip_longest
 
 from .charts import Axis, Series, line_chart, percent, short
 from .gain import Gain
 from .report import ModelReport, Point, Report
-from .text import some
+from .text import NOTHING, some, summary
 
 _STYLE = """
 :root{--ink:#1c2128;--soft:#59636e;--line:#d5dae0;--back:#fff;--card:#f5f7f9;--c0:#1f6feb;--c1:#b54708;--c2:#1a7f52}
@@ -43,7 +44,8 @@ polygon.b0{fill:var(--c0);opacity:.18}polygon.b1{fill:var(--c1);opacity:.18}poly
 .wide{overflow-x:auto;margin:0 0 1rem}table{border-collapse:collapse;font-size:.92rem;width:100%}
 h3{font-size:1rem;margin:1.4rem 0 .3rem;overflow-wrap:anywhere}
 th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-th:first-child,td:first-child{text-align:left}td.text{white-space:normal;text-align:left;min-width:16rem;overflow-wrap:anywhere}
+th:first-child,td:first-child{text-align:left}td.text{white-space:normal;text-align:left;overflow-wrap:anywhere}
+td.text{color:var(--soft)}td.text div{max-width:calc(100vw - 3.5rem)}.over td{border-bottom:0}
 @media(max-width:40rem){svg text{font-size:19px}th,td{padding:.3rem .35rem;font-size:.85rem}.facts{gap:.4rem}}
 """
 
@@ -57,12 +59,11 @@ def _lines(report: Report) -> Iterator[str]:
     yield '<!doctype html><html lang="en"><head><meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
     yield f"<title>Prefix analysis</title><style>{_STYLE}</style></head><body><h1>Prefix analysis of a request log</h1>"
-    yield f"<p class=soft>{report.requests:,} requests of {report.lines:,} lines in {escape(', '.join(report.files))}; "
-    yield f"{escape(report.unit)}.</p>"
+    yield f"<p class=soft>{escape(summary(report))}.</p>"
     for model in report.models:
         yield from _model(model)
     if not report.models:
-        yield "<p>There is no request to judge.</p>"
+        yield f"<p>{escape(NOTHING)}</p>"
     if report.bad.count:
         yield f"<h2>Lines that are no request: {report.bad.count:,}</h2>"
         yield _table("By reason", ("reason", "lines"), [(r, f"{n:,}") for r, n in report.bad.reasons.items()])
@@ -124,7 +125,6 @@ def _tables(model: ModelReport) -> Iterator[str]:
         rows.append([*row, *([f"{model.curve_apart[i].hit_rate:.1%}"] if model.curve_apart else [])])
     yield _table("Hit rate by cache size", heads, rows)
     if model.prefixes:
-        texts = any(prefix.text for prefix in model.prefixes)
         rows = [
             [
                 f"{prefix.tokens:,}",
@@ -132,12 +132,11 @@ def _tables(model: ModelReport) -> Iterator[str]:
                 f"{prefix.saved_tokens:,}",
                 f"{prefix.share:.1%}",
                 prefix.first,
-                *([prefix.text] if texts else []),
             ]
             for prefix in model.prefixes
         ]
-        heads = ["prefix tokens", "requests", "saved tokens", "of all", "first at", *(["text"] if texts else [])]
-        yield _table("Shared prefixes that save most", heads, rows, texts)
+        heads = ["prefix tokens", "requests", "saved tokens", "of all", "first at"]
+        yield _table("Shared prefixes that save most", heads, rows, [prefix.text for prefix in model.prefixes])
     if model.tenants:
         rows = [
             [
@@ -154,7 +153,8 @@ def _tables(model: ModelReport) -> Iterator[str]:
 
 def _gain(gain: Gain) -> str:
     title = (
-        f"Simulated: {gain.requests:,} requests over {gain.nodes} nodes, {gain.cache_tokens:,} tokens of cache each; "
+        f"Simulated: {gain.requests:,} requests over {gain.nodes} nodes, {gain.cache_tokens:,} tokens of cache each, "
+        f"the first {gain.warming:,} only to fill them; "
         f"without routing {gain.local_mean_s:.3f} s to the first token and {gain.local_hit_rate:.1%} of tokens hit"
     )
     rows = [
@@ -177,13 +177,13 @@ def _curve(points: Sequence[Point]) -> list[tuple[float, float]]:
     return [(point.tokens, point.hit_rate) for point in points]
 
 
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], texts: bool = False) -> str:
-    """A table in a box that scrolls by itself, so that the page never does; with `texts` the last column is prose."""
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[str] = ()) -> str:
+    """A table in a box that scrolls by itself, so that the page never does; a text goes below its row."""
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     lines = []
-    for row in rows:
-        cells = [f"<td>{escape(cell)}</td>" for cell in row]
-        if texts:
-            cells[-1] = f"<td class=text>{escape(row[-1])}</td>"
-        lines.append(f"<tr>{''.join(cells)}</tr>")
+    for row, text in zip_longest(rows, texts, fillvalue=""):
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        lines.append(f"<tr{' class=over' if text else ''}>{cells}</tr>")
+        if text:
+            lines.append(f"<tr><td class=text colspan={len(heads)}><div>{escape(text)}</div></td></tr>")
     return f"<h3>{escape(title)}</h3><div class=wide><table><tr>{head}</tr>{''.join(lines)}</table></div>"

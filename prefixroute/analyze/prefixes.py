@@ -57,10 +57,10 @@ class TopPrefixes:
         followed = self._followed
         parent = None
         if followed:
-            for key in keys:
-                if (found := followed.get(key)) is not None:
-                    found.requests += 1
-                    parent = key
+            # A loop over all keys of a log, so it is C's.
+            for key in filter(followed.__contains__, keys):
+                followed[key].requests += 1
+                parent = key
         if not matched:
             return
         key = keys[matched - 1]
@@ -71,6 +71,7 @@ class TopPrefixes:
         if parent is not None and parent not in followed:
             parent = None
         shown = text if len(text) <= 2 * EXCERPT else f"{text[:EXCERPT]} [...] {text[-EXCERPT:]}"
+        shown = shown.encode("utf-8", "replace").decode()
         # The request that had it first counts as well: it is two by now.
         followed[key] = Followed(matched * block_tokens, 2 + error, error, parent, first, shown)
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from prefixroute import UsageError
@@ -67,7 +68,7 @@ class PromptReader:
     """Turns contents of requests into prompts.
 
     `tokenizer` is a ``tokenizer.json`` of Hugging Face's `tokenizers`, or its folder; `template` a Jinja chat template,
-    or a ``tokenizer_config.json`` that has one. Raises `UsageError` for files that cannot be used.
+    a ``tokenizer_config.json`` that has one, or the folder of either. Raises `UsageError` for what cannot be used.
     """
 
     def __init__(self, block_tokens: int = 16, tokenizer: Path | None = None, template: Path | None = None) -> None:
@@ -116,30 +117,54 @@ class PromptReader:
         return Prompt(prefix_keys(blocks), -(-len(packed) // TOKEN_BYTES), self.block_tokens)
 
 
+NAMED_CHARS = 200
+MEDIA = ("data", "file_data", "b64_json", "image", "audio", "video", "url")
+MORE = ("tool_calls", "function_call", "arguments", "output")
+"""What a message has beside its content that enters the prompt."""
+
+
 def plain_chat(chat: Chat) -> str:
     """Return a chat as text, in the order that most templates have: tools, then each message with its role."""
     parts = [f"<|tools|>{msgspec.json.encode(chat.tools).decode()}\n"] if chat.tools else []
     for message in chat.messages:
         parts.append(f"<|{message.get('role', '')}|>\n")
-        content = message.get("content")
-        parts.append(content if isinstance(content, str) else _parts(content))
-        if message.get("tool_calls"):
-            parts.append(msgspec.json.encode(message["tool_calls"]).decode())
+        parts.append(_said(message.get("content")))
+        parts += [_encoded(message[name]) for name in MORE if message.get(name)]
         parts.append("\n")
     parts.append("<|assistant|>\n")
     return "".join(parts)
 
 
-def _parts(content: Any) -> str:
-    """Pictures and the like enter as what names them."""
+def _said(content: Any) -> str:
+    """A content as text. Pictures and the like enter as what names them: an address, or a hash of their bytes."""
+    if isinstance(content, str):
+        return content
     if not isinstance(content, list):
-        return "" if content is None else msgspec.json.encode(content).decode()
+        return "" if content is None else _encoded(content)
     return "".join(
-        part["text"]
-        if isinstance(part, dict) and isinstance(part.get("text"), str)
-        else msgspec.json.encode(part).decode()
+        part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else _encoded(part)
         for part in content
     )
+
+
+def _flat(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose parts are one text, as engines hand it to templates that know no parts."""
+    content = message.get("content")
+    return message | {"content": _said(content)} if isinstance(content, list) else message
+
+
+def _encoded(value: Any) -> str:
+    return msgspec.json.encode(_named(value)).decode()
+
+
+def _named(value: Any, media: bool = False) -> Any:
+    if isinstance(value, dict):
+        return {key: _named(inner, key in MEDIA) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_named(inner, media) for inner in value]
+    if isinstance(value, str) and len(value) > NAMED_CHARS and (media or value.startswith("data:")):
+        return xxhash.xxh3_128_hexdigest(value.encode("utf-8", "surrogatepass"))
+    return value
 
 
 def _tokenizer(path: Path) -> Any:
@@ -159,11 +184,9 @@ def _template(path: Path) -> Any:
         sandbox: Any = importlib.import_module("jinja2.sandbox")
         exceptions: Any = importlib.import_module("jinja2.exceptions")
     except ImportError:
-        raise UsageError("--chat-template needs Jinja, run: pip install jinja2") from None
+        raise UsageError("--chat-template needs Jinja, run: pip install 'prefixroute[tokenizer]'") from None
     try:
-        source = path.read_text(encoding="utf-8")
-        told = msgspec.json.decode(source) if path.suffix == ".json" else {"chat_template": source}
-        template = told["chat_template"]
+        template, told = _template_source(path)
         if not isinstance(template, str):
             raise UsageError(f"{path} has several chat templates: write the one that is used to a file")
         environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
@@ -178,13 +201,35 @@ def _template(path: Path) -> Any:
         try:
             return str(
                 compiled.render(
-                    messages=chat.messages, tools=list(chat.tools) or None, add_generation_prompt=True, **special
+                    messages=[_flat(message) for message in chat.messages],
+                    tools=list(chat.tools) or None,
+                    add_generation_prompt=True,
+                    **special,
                 )
             )
+        except TemplateRefusal as refusal:
+            # What a template says may quote a prompt; what stands in the template itself does not.
+            raise TemplateRefusal(str(refusal) if str(refusal) in template else "it refuses the messages") from None
         except Exception as error:
-            raise TemplateRefusal(str(error)) from None
+            raise TemplateRefusal(type(error).__name__) from None
 
     return apply
+
+
+def _template_source(path: Path) -> tuple[Any, dict[str, Any]]:
+    """Return a template and its tokenizer's configuration: one file or two, in the folder of a model."""
+    folder = path if path.is_dir() else path.parent
+    beside, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if path.is_dir():
+        path = beside if beside.exists() else config
+    if path.suffix == ".json":
+        config = path
+    told: dict[str, Any] = msgspec.json.decode(config.read_bytes()) if config.exists() else {}
+    if path.suffix != ".json":
+        return path.read_text(encoding="utf-8"), told
+    if "chat_template" not in told and beside.exists():
+        return beside.read_text(encoding="utf-8"), told
+    return told["chat_template"], told
 
 
 class TemplateRefusal(Exception):  # noqa: N818 - a line's, not ours

@@ -4,12 +4,15 @@ Rules:
 1. A line that is no request raises `BadLine` with a short reason; the caller counts it. Nothing else is raised.
 2. The tables below are the names that logs use; the first that is there counts.
 3. A body may be the line itself, or be in one of BODIES, as an object or as JSON in a string.
+4. Names are printable: a report may be shown by a terminal.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from math import isfinite
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +20,10 @@ import msgspec
 BODIES = ("body", "request", "request_body", "requestBody", "kwargs", "input")
 TIMES = ("timestamp", "ts", "time", "created_at", "start_time", "startTime", "@timestamp", "created", "arrival_time_ns")
 TENANTS = ("tenant", "tenant_id", "organization", "org_id", "team_id", "cache_salt", "user", "user_id")
+SYSTEM = ("instructions", "system")
+"""Of some interfaces: what goes in front of all messages."""
+
+NESTED = 8
 PROMPTS = ("messages", "prompt", "input", "hash_ids", "prompt_token_ids", "input_tok_ids")
 
 
@@ -56,10 +63,9 @@ _decode = msgspec.json.Decoder().decode
 
 def parse(data: bytes, tenant_field: str = "") -> Record:
     """Read a line. A completion body with several prompts gives several contents. Raises `BadLine`."""
-    try:
-        outer = _decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise BadLine("no JSON") from None
+    outer = _json(data)
+    if isinstance(outer, list):
+        raise BadLine("a JSON list: a line has one request")
     if not isinstance(outer, dict):
         raise BadLine("no JSON object")
     body = _body(outer)
@@ -71,18 +77,35 @@ def parse(data: bytes, tenant_field: str = "") -> Record:
     )
 
 
-def _body(outer: dict[str, Any]) -> dict[str, Any]:
-    if any(name in outer for name in ("messages", "prompt", "hash_ids")):
+def printable(text: str) -> str:
+    """Return a text without what would move a terminal's cursor or cannot be written."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
+def _json(data: bytes | str, name: str = "") -> Any:
+    try:
+        return _decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        pass
+    try:
+        # Texts that were cut in the middle of a character: only Python's own reader takes halves of one.
+        text = data if isinstance(data, str) else data.decode()
+        if "\\ud" in text or "\\uD" in text:
+            return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    raise BadLine(f"no JSON in {name!r}" if name else "no JSON")
+
+
+def _body(outer: dict[str, Any], nested: int = 0) -> dict[str, Any]:
+    if any(name in outer for name in ("messages", "prompt", "hash_ids")) or nested >= NESTED:
         return outer
     for name in BODIES:
         inner = outer.get(name)
         if isinstance(inner, str) and inner[:1] == "{":
-            try:
-                inner = _decode(inner)
-            except (msgspec.MsgspecError, ValueError, RecursionError):
-                raise BadLine(f"no JSON in {name!r}") from None
+            inner = _json(inner, name)
         if isinstance(inner, dict):
-            return _body(inner)
+            return _body(inner, nested + 1)
     return outer
 
 
@@ -93,13 +116,14 @@ def _contents(body: dict[str, Any]) -> Sequence[Content]:
     prompt = body[name]
     if name == "hash_ids":
         return (_trace(prompt, body.get("input_length") or 0),)
+    system = [{"role": "system", "content": body[name]} for name in SYSTEM if body.get(name)]
     if isinstance(prompt, str):
-        return (prompt,)
+        return (Chat([*system, {"role": "user", "content": prompt}], ()),) if system else (prompt,)
     if not isinstance(prompt, list) or not prompt:
         raise BadLine(f"{name} is neither text nor a list")
     if all(isinstance(part, dict) for part in prompt):
-        tools = body.get("tools")
-        return (Chat(prompt, tools if isinstance(tools, list) else ()),)
+        tools = body.get("tools") or body.get("functions")
+        return (Chat([*system, *prompt], tools if isinstance(tools, list) else ()),)
     if all(isinstance(part, str) for part in prompt):
         return tuple(prompt)
     many = prompt if all(isinstance(part, list) for part in prompt) else [prompt]
@@ -122,7 +146,7 @@ def _name(layers: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
         for layer in layers:
             value = layer.get(name)
             if isinstance(value, (str, int)) and value != "":
-                return str(value)[:200]
+                return printable(str(value)[:200])
     return ""
 
 
@@ -132,7 +156,7 @@ def _time(layers: Sequence[dict[str, Any]], milliseconds: bool) -> float | None:
             value = layer.get(name)
             if isinstance(value, str):
                 found = _date(value)
-                if found is not None:
+                if found is not None and isfinite(found):
                     return found
             elif isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e20:
                 return value / (1e9 if name.endswith("_ns") else 1e3 if milliseconds else _unit(value))

@@ -9,7 +9,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from .collect import Log, ModelLog
 from .gain import Gain, GainSettings, simulate
 from .prefixes import Zipf, fit_zipf
 from .stack import SIZES, Curve
-from .verdict import Verdict, judge
+from .verdict import FEW, Seen, Verdict, judge
 
 SMALLEST = 16
 """Blocks of the smallest cache that is shown."""
@@ -134,16 +134,19 @@ def build(
 ) -> Report:
     """Make the report of a log; simulations are run here.
 
-    `progress(model)` gives what is told how many of its seeds are done.
+    The log is used up: its stacks are let go before other processes need memory. `progress(model)` gives what is told
+    how many of its seeds are done.
     """
     models = sorted(log.models.items(), key=lambda item: -item[1].totals.tokens)
     reports = []
     for name, model in models:
-        gain = None
-        if wanted.gain is not None:
-            told = progress(name) if progress is not None else None
-            gain = simulate(model.kept, wanted.gain, wanted.workers, told)
-        reports.append(_model(name, model, gain, wanted))
+        reports.append(_model(name, model, wanted))
+        model.release()
+    if wanted.gain is not None:
+        for i, (name, model) in enumerate(models):
+            if reports[i].requests >= FEW:
+                told = progress(name) if progress is not None else None
+                reports[i] = _gained(reports[i], simulate(model.kept, wanted.gain, wanted.workers, told))
     bad = BadLines(sum(log.bad.values()), dict(log.bad.most_common()), list(log.shown))
     return Report(list(files), log.lines, log.requests, bad, unit, reports)
 
@@ -154,7 +157,11 @@ def as_json(report: Report) -> dict[str, Any]:
     return found
 
 
-def _model(name: str, model: ModelLog, gain: Gain | None, wanted: Wanted) -> ModelReport:
+def _gained(report: ModelReport, gain: Gain | None) -> ModelReport:
+    return replace(report, gain=gain, verdict=judge(Seen(report.requests, report.blocks, report.hit_rate), gain))
+
+
+def _model(name: str, model: ModelLog, wanted: Wanted) -> ModelReport:
     totals, size = model.totals, model.block_tokens
     curve, alone = model.shared.curve(), model.apart.curve()
     several = len(model.tenants) > 1
@@ -187,8 +194,8 @@ def _model(name: str, model: ModelLog, gain: Gain | None, wanted: Wanted) -> Mod
         ],
         len(model.tenants),
         _tenants(model, wanted.tenants) if several else [],
-        gain,
-        judge(curve.rates[-1], gain),
+        None,
+        judge(Seen(totals.requests, totals.blocks, curve.rates[-1]), None),
     )
 
 

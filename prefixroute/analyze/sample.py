@@ -114,17 +114,20 @@ class Sampled:
         n, hot, below, owners = len(listed), self._hot, self._below, self._owners
         mine = self._of.get(owner) or self._of.setdefault(owner, _Tally())
         mine.accesses += n
+        are_hot: Sequence[bool]
         if below == _ALL:
-            kept = listed
+            kept, are_hot = listed, [False] * n
         else:
-            sampled = set(keys[keys < np.uint64(below)].tolist())
-            kept = [key for key in listed if key in sampled or key in hot]
+            # A loop over all keys of a log, so it is C's.
+            flags = np.fromiter(map(hot.__contains__, listed), np.bool_, n)
+            here = flags | (keys < np.uint64(below))
+            kept, are_hot = keys[here].tolist(), flags[here].tolist()
         promoted = self._promoted(listed)
         if not kept and not promoted:
             return 0
         if self._next == len(self._hot_at):
             self._compact()
-        last, place = self._tally(kept, mine), self._next
+        last, place = self._tally(kept, are_hot, mine), self._next
         owners.update(dict.fromkeys(kept, place))
         for key in promoted:
             self._promote(key, place)
@@ -135,16 +138,15 @@ class Sampled:
             self._lower()
         return 0 if last is None else listed.index(last) + 1
 
-    def _tally(self, kept: Sequence[int], mine: _Tally) -> int | None:
+    def _tally(self, kept: Sequence[int], are_hot: Sequence[bool], mine: _Tally) -> int | None:
         """Count hits, before anything is touched, then let counts follow; return the deepest that was had."""
-        hot, owners, scale = self._hot, self._owners, 1 / self.share
-        hot_at, cold_at, hot_in, cold_in = self._hot_at, self._cold_at, len(hot), len(owners) - len(hot)
+        owners, scale = self._owners, 1 / self.share
+        hot_at, cold_at, hot_in, cold_in = self._hot_at, self._cold_at, len(self._hot), len(owners) - len(self._hot)
         # A cold block stands for those around it as well: on average, for half of them above it.
         half, last, distance, deepest, hot_n = (scale - 1) / 2, -1, 0.0, None, 0
         counts, i, size = mine.hot, 0, 0
         moved: list[list[int]] = []
-        for key, place in zip(kept, map(owners.get, kept), strict=True):
-            is_hot = key in hot
+        for key, is_hot, place in zip(kept, are_hot, map(owners.get, kept), strict=True):
             if place is not None:
                 deepest = key
                 if place != last:

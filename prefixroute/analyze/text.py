@@ -7,6 +7,10 @@ from collections.abc import Iterator, Sequence
 from .gain import Gain
 from .report import ModelReport, Point, Report
 
+NOTHING = (
+    "There is no request to judge: a log has one JSON object a line (jq -c . FILE writes objects so, "
+    "jq -c '.[]' FILE a list of them)."
+)
 ROWS = 9
 """Cache sizes of a table."""
 
@@ -17,23 +21,37 @@ def table(report: Report) -> str:
 
 
 def _lines(report: Report) -> Iterator[str]:
-    yield f"{report.requests:,} requests of {report.lines:,} lines in {', '.join(report.files)}; {report.unit}"
+    yield summary(report)
     if report.bad.count:
         yield f"lines that are no request: {report.bad.count:,}"
         for reason, count in report.bad.reasons.items():
             yield f"  {count:,} x {reason}"
+        if report.bad.count > len(report.bad.first):
+            yield f"  the first {len(report.bad.first)}:"
         for file, number, reason in report.bad.first:
             yield f"  {file}:{number}: {reason}"
     if not report.models:
-        yield "There is no request to judge."
+        yield NOTHING
     for model in report.models:
         yield ""
         yield from _model(model)
 
 
+def summary(report: Report) -> str:
+    """Say in a line what was read."""
+    unit = f"; {report.unit}" if report.unit else ""
+    read = f"{counted(report.requests, 'request')} of {counted(report.lines, 'line')}"
+    return f"{read} in {', '.join(report.files)}{unit}"
+
+
+def counted(n: int, what: str) -> str:
+    """Say how many of something there are."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
 def _model(model: ModelReport) -> Iterator[str]:
     span = "without times" if model.span_s is None else f"in {model.span_s:,.0f} s"
-    yield f"model {model.model}: {model.requests:,} requests {span}, {model.prompt_tokens:,} prompt tokens"
+    yield f"model {model.model}: {counted(model.requests, 'request')} {span}, {model.prompt_tokens:,} prompt tokens"
     yield f"  {model.verdict.says}"
     yield f"  {model.verdict.reason}"
     how = "exact" if model.exact else f"sampled, +- {100 * model.hit_error:.1f} points"
@@ -89,9 +107,11 @@ def _curve(model: ModelReport) -> Iterator[str]:
 
 
 def _gain(gain: Gain) -> Iterator[str]:
+    spaced = "spaced as in the log" if gain.own_times else "at drawn times"
     yield (
         f"  simulated: {gain.requests:,} requests over {gain.nodes} nodes with {gain.cache_tokens:,} tokens of cache "
-        f"each, {gain.requests_per_s:.3g} requests a second"
+        f"each, {gain.requests_per_s:.3g} requests a second {spaced}; "
+        f"the first {gain.warming:,} fill the caches and are not counted"
     )
     yield f"  without routing: {gain.local_mean_s:.3f} s to the first token, {gain.local_hit_rate:.1%} of tokens hit"
     head = f"{'delay ms':>10}{'mean s':>9}{'to none':>9}{'balancing':>11}{'by prefixes':>13}"

@@ -6,8 +6,9 @@ Rules:
 
 | condition | verdict |
 |---|---|
+| there are fewer than FEW requests | unknown: a longer log |
 | no prompt has a whole block, or an endless cache would hit less than RARE | local caches suffice |
-| prefixes make routing pay at a delay that was tried, and hits rise by RISE | route, up to the break-even delay |
+| prefixes make routing pay at a delay that was tried, and hits rise by RISE | route, in zones of that width |
 | what was simulated repeats less than half as much as the whole log | unknown: simulate more |
 | one cache of the fleet's size, or an endless one, would hit FAR more than local ones | a bigger or central cache |
 | else | local caches suffice |
@@ -17,11 +18,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from .gain import Gain
 
 RARE = 0.05
 """Hit rate of an endless cache under which prompts count as one-off."""
+
+FEW = 20
+"""Requests under which nothing is said: what repeats, and how often, is chance."""
 
 FAR = 0.05
 """Difference of hit rates that is worth another cache."""
@@ -49,8 +54,30 @@ class Verdict:
     reason: str
 
 
-def judge(hit_rate: float, gain: Gain | None) -> Verdict:
-    """Return the verdict for a model whose endless cache hits so much; `gain` is None when nothing was simulated."""
+class Seen(NamedTuple):
+    """What a log holds of a model: requests, their whole blocks, and the hit rate of an endless cache over these."""
+
+    requests: int
+    blocks: int
+    hit_rate: float
+
+
+def judge(seen: Seen, gain: Gain | None) -> Verdict:
+    """Return the verdict for a model; `gain` is None when nothing was simulated."""
+    hit_rate = seen.hit_rate
+    if seen.requests < FEW:
+        there = "There is 1 request" if seen.requests == 1 else f"There are {seen.requests} requests"
+        return Verdict(
+            Advice.UNKNOWN,
+            "Too few requests to tell: give a longer log.",
+            f"{there} of this model; whether prefixes repeat is chance in fewer than {FEW}.",
+        )
+    if not seen.blocks:
+        return Verdict(
+            Advice.LOCAL,
+            "Local caches suffice: do not route by prefix.",
+            "No prompt is as long as a block, and engines cache whole blocks alone.",
+        )
     if hit_rate < RARE:
         return Verdict(
             Advice.LOCAL,
@@ -74,14 +101,13 @@ def judge(hit_rate: float, gain: Gain | None) -> Verdict:
     )
     best = min((row for row in gain.delays if row.pays), key=lambda row: row.by_prefixes, default=None)
     if best is not None and gain.break_even_ms is not None and best.hit_rate - gain.local_hit_rate >= RISE:
-        end = "at least" if gain.open_ended else "about"
-        far = [row.delay_ms for row in gain.delays if row.delay_ms > gain.break_even_ms]
-        beyond = f" Farther nodes, {far[0]:g} ms say, should keep to themselves." if far else ""
+        more = gain.endless_hit_rate - best.hit_rate
+        bigger = " A bigger cache would do more still." if more >= max(FAR, best.hit_rate - gain.local_hit_rate) else ""
         return Verdict(
             Advice.ROUTE,
-            f"Route between nodes up to {end} {gain.break_even_ms:.3g} ms apart (one way).{beyond}",
+            _zones(gain, gain.break_even_ms),
             f"At {best.delay_ms:g} ms the mean time to first token falls by {1 - best.by_prefixes:.1%} beyond what "
-            f"balancing or nothing at all would give, and {best.hit_rate:.1%} of the tokens hit; {hits}.",
+            f"balancing or nothing at all would give, and {best.hit_rate:.1%} of the tokens hit; {hits}.{bigger}",
         )
     if gain.endless_hit_rate < hit_rate / 2:
         return Verdict(
@@ -95,10 +121,21 @@ def judge(hit_rate: float, gain: Gain | None) -> Verdict:
         return Verdict(
             Advice.BIGGER,
             f"Do not route over {tried}: a {kind} cache is better.",
-            f"Prefixes do not make forwarding pay at any delay tried, but {hits}.",
+            f"Prefixes do not make forwarding pay, beyond chance, at any delay tried, but {hits}.",
         )
     return Verdict(
         Advice.LOCAL,
         f"Local caches suffice: do not route over {tried}.",
         f"There is little left to gain: {hits}.",
+    )
+
+
+def _zones(gain: Gain, break_even_ms: float) -> str:
+    """Say between which nodes to route: a zone is what is so near together."""
+    if gain.open_ended:
+        return f"Route, in one zone of all nodes that are up to {break_even_ms:.3g} ms apart (one way), or farther."
+    far = next((row.delay_ms for row in gain.delays if row.delay_ms > break_even_ms), gain.delays[-1].delay_ms)
+    return (
+        f"Route, in zones of nodes up to about {break_even_ms:.3g} ms apart (one way); "
+        f"zones {far:g} ms apart and farther keep to themselves."
     )

@@ -84,10 +84,14 @@ class EngineConfig(_Strict, frozen=True, kw_only=True):
 
 
 class DomainConfig(_Strict, frozen=True, kw_only=True):
-    """What must be equal on all nodes. `secret` keys the prefix hashes and authenticates gossip."""
+    """What must be equal on all nodes. `secret` keys the prefix hashes and authenticates gossip.
+
+    `model` is the engine's name for it; `revision` tells apart weights that engines serve under one name.
+    """
 
     model: str
     tokenizer: str
+    revision: str = ""
     block_size: int = 16
     secret: str = ""
 
@@ -200,7 +204,7 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
         """The domain that this node serves."""
         spec = self.domain
         return Domain(
-            model=spec.model,
+            model=f"{spec.model}@{spec.revision}" if spec.revision else spec.model,
             tokenizer=spec.tokenizer,
             block_size=spec.block_size,
             secret=spec.secret.encode(),

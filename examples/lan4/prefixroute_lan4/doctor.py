@@ -80,7 +80,7 @@ async def examine(configs: Sequence[SidecarConfig], client: httpx.AsyncClient, p
     if not able:
         return found
     first, others = able[0], able[1:]
-    models = {one.node: str(one.told["domain"]["model"]) for one in able}
+    models = {one.node: _model(one) for one in able}
     found += check_domains(first, others, challenge)
     if others:
         read = await check_tokenizers(ask, first, others, models)
@@ -95,6 +95,11 @@ async def examine(configs: Sequence[SidecarConfig], client: httpx.AsyncClient, p
                 full = one.config.node_settings.datagram_bytes
                 found.append(await check_udp(ask, one, peer.node, full, patience_s))
     return found
+
+
+def _model(one: Visit) -> str:
+    """What an engine calls its model: the domain's word has a revision behind it, if there is one."""
+    return one.config.domain.model if one.config else str(one.told["domain"]["model"]).partition("@")[0]
 
 
 async def _examine_node(ask: Asker, one: Visit, patience_s: float) -> list[Finding]:

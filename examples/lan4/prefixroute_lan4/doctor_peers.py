@@ -29,6 +29,10 @@ STEP_S: Final = 1.0
 """A wall clock that was set by more than this is told."""
 
 
+_SET_BY: Final = {"model": "domain.model and domain.revision"}
+"""Where a field of a domain is set, if not by its own name."""
+
+
 def check_domains(first: Visit, others: Sequence[Visit], challenge: str) -> list[Finding]:
     """Field by field, and the secret by its answer to the challenge."""
     found = [finding for visit in (first, *others) for finding in _as_configured(visit, challenge)]
@@ -54,7 +58,8 @@ def _differing(first: Visit, other: Visit) -> list[Finding]:
             other.node,
             "domain",
             f"{name} is {theirs.get(name)!r} here and {ours.get(name)!r} at {first.node}",
-            f"make domain.{name} equal in both configurations and restart the sidecar: they refuse each other",
+            f"make {_SET_BY.get(name, f'domain.{name}')} equal in both configurations and restart the sidecar: "
+            "they refuse each other",
         )
         for name in sorted({*ours, *theirs})
         if ours.get(name) != theirs.get(name)
