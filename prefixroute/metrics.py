@@ -44,6 +44,21 @@ _ENDPOINT_SUMS = {
     "cached_tokens": "Cached tokens that those answers told.",
 }
 
+_TENANT_SUMS = {
+    "requests": "Requests of a tenant that clients sent here.",
+    "received": "Requests of a tenant that peers sent here.",
+    "forwards": "Requests of a tenant that were sent to peers.",
+    "declined": "Requests of a tenant that peers sent and got back.",
+    "prompt_tokens": "Prompt tokens of a tenant's requests.",
+    "predicted_tokens": "Cached tokens that were predicted for a tenant, of the answers that told theirs.",
+    "cached_tokens": "Cached tokens that those answers told.",
+    "prefill_local_tokens": "Tokens computed here for a tenant's requests from here.",
+    "prefill_received_tokens": "Tokens computed here for a tenant's requests from peers.",
+    "prefill_forwarded_tokens": "Tokens computed at peers for a tenant's requests from here.",
+    "expected_wait_s": "Waits that decisions for a tenant expected, added up, in seconds.",
+}
+"""Of `TenantStats`; at most `MAX_TENANTS` tenants and one row for the rest."""
+
 
 class _NodeCollector(Collector):
     def __init__(self, node: Node, now: float) -> None:
@@ -54,6 +69,7 @@ class _NodeCollector(Collector):
         yield from _counters(stats)
         yield from _predictions(stats)
         yield from _gauges(stats)
+        yield from _tenants(stats)
 
 
 def render(node: Node, now: float) -> bytes:
@@ -124,6 +140,15 @@ def _gauges(stats: NodeStats) -> Iterator[Metric]:
     flights = GaugeMetricFamily("prefixroute_in_flight", "Decisions without a final outcome.", labels=["node"])
     flights.add_metric([stats.node], stats.in_flight)
     yield flights
+
+
+def _tenants(stats: NodeStats) -> Iterator[Metric]:
+    for field, text in _TENANT_SUMS.items() if stats.tenants else ():
+        name = field.removesuffix("_s") + "_seconds" if field.endswith("_s") else field
+        family = CounterMetricFamily(f"prefixroute_tenant_{name}", text, labels=["node", "tenant"])
+        for row in stats.tenants:
+            family.add_metric([stats.node, row.tenant], float(getattr(row, field)))
+        yield family
 
 
 def _flag(row: EndpointStats) -> str:

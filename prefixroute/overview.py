@@ -8,6 +8,7 @@ from .accuracy import Accuracy
 from .codec import Keys
 from .endpoint import LocalEndpoint
 from .standing import Standing
+from .tallies import TenantStats
 
 
 class EndpointStats(NamedTuple):
@@ -37,7 +38,7 @@ class EndpointStats(NamedTuple):
 
 
 class NodeStats(NamedTuple):
-    """A node's view at one moment."""
+    """A node's view at one moment. `tenants` are those that `Node.route` was told."""
 
     node: str
     endpoints: tuple[EndpointStats, ...]
@@ -45,6 +46,7 @@ class NodeStats(NamedTuple):
     index_keys: int
     in_flight: int
     counters: dict[str, int]
+    tenants: tuple[TenantStats, ...] = ()
 
 
 class Digest(NamedTuple):
