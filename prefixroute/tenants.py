@@ -49,7 +49,7 @@ class Tenants:
         self._shared = False
         for group, members in (groups or {}).items():
             self._declare(group, members)
-        self._salt = lru_cache(_MEMO)(self._derive)
+        self._own = lru_cache(_MEMO)(self._derive)
 
     def _declare(self, group: str, members: Iterable[str]) -> None:
         if isinstance(members, str):
@@ -76,18 +76,22 @@ class Tenants:
     def namespace(self, tenant: str, lora: str = "", salt: str = "") -> Namespace:
         """Return where a tenant's prompts are cached; `salt` is the client's own, and narrows it.
 
-        The namespace's salt is 32 hex digits, fit for an engine's `cache_salt`. O(1), 1 us when it was asked before.
+        The namespace's salt is 32 hex digits, fit for an engine's `cache_salt`. O(1): some 1 us.
         Raises `UsageError` for a name that is too long.
         """
-        return Namespace(lora, self._salt(tenant, salt))
+        if not salt:
+            return Namespace(lora, self._own(tenant))
+        # A client's texts are remembered by nobody.
+        return Namespace(lora, self._hex(_NARROWED, checked_name(tenant), salt))
 
-    def _derive(self, tenant: str, salt: str) -> str:
-        secret, name = self._domain.secret, _bytes(checked_name(tenant))
-        if salt:
-            return _hex(secret, _NARROWED, self._domain.fingerprint, name, _bytes(salt))
-        group = self.group(tenant)
-        purpose, owner = (_OF_GROUP, _bytes(group)) if group else (_OF_TENANT, name)
-        return _hex(secret, purpose, self._domain.fingerprint, owner)
+    def _derive(self, tenant: str) -> str:
+        group = self.group(checked_name(tenant))
+        return self._hex(_OF_GROUP, group) if group else self._hex(_OF_TENANT, tenant)
+
+    def _hex(self, purpose: str, *parts: str) -> str:
+        # A header's or an engine's words may hold half a surrogate pair.
+        words = (part.encode("utf-8", "surrogatepass") for part in parts)
+        return keyed_digest(self._domain.secret, purpose, self._domain.fingerprint, *words, size=_SALT_BYTES).hex()
 
 
 def checked_name(name: str) -> str:
@@ -95,11 +99,3 @@ def checked_name(name: str) -> str:
     if not isinstance(name, str) or len(name) > MAX_NAME_CHARS:
         raise UsageError(f"a tenant's name is a text of at most {MAX_NAME_CHARS} characters")
     return name
-
-
-def _hex(secret: bytes, purpose: str, *parts: bytes) -> str:
-    return keyed_digest(secret, purpose, *parts, size=_SALT_BYTES).hex()
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import msgspec
 from lan4_pair import MODEL, Faults, engine_config, events_over, listen, served, udp_port, until
-from prefixroute_lan4.config import Address, DomainConfig, PeerConfig, SidecarConfig
+from prefixroute_lan4.config import Address, DomainConfig, PeerConfig, SidecarConfig, TenantsConfig
 from prefixroute_lan4.config import EngineConfig as SidecarEngine
 from prefixroute_lan4.doctor import examine
 from prefixroute_lan4.doctor_findings import Finding
@@ -40,6 +40,8 @@ class Spoilt:
     body: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     mtu: int | None = None
     deaf: bool = False
+    tenants: TenantsConfig | None = None
+    """Of both nodes: no fault."""
 
     @property
     def estranged(self) -> bool:
@@ -110,6 +112,7 @@ async def _node(
             peers=tuple(
                 PeerConfig(node=peer, gossip=Address(port=port)) for peer, port in ports.items() if peer != name
             ),
+            tenants=spoilt.tenants,
         )
     )
     await stack.enter_async_context(sidecar.running())
@@ -143,7 +146,7 @@ async def fleet(folder: Path, spoilt: Spoilt) -> AsyncIterator[Fleet]:
     """Two nodes, the second one spoilt, acquainted if they can be."""
     ports = {"node-1": udp_port(), "node-2": udp_port()}
     async with contextlib.AsyncExitStack() as stack:
-        one = await _node(stack, "node-1", ports, folder, Spoilt())
+        one = await _node(stack, "node-1", ports, folder, Spoilt(tenants=spoilt.tenants))
         two = await _node(stack, "node-2", ports, folder, spoilt)
         if not spoilt.estranged:
             await until(lambda: bool(one.node.endpoint_url("node-2/0") and two.node.endpoint_url("node-1/0")))

@@ -23,6 +23,7 @@ from prefixroute_lan4.config import (
     DomainConfig,
     PeerConfig,
     SidecarConfig,
+    TenantsConfig,
     TimeoutConfig,
 )
 from prefixroute_lan4.config import EngineConfig as SidecarEngine
@@ -32,6 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from prefixroute.chain import wire_key
 from prefixroute.emulator import Answer, EmulatedEngine, EngineConfig, KvEventsConfig, ServiceModel
 from prefixroute.emulator.tokenizer import encode
+from prefixroute.events import DEFAULT_NAMESPACE, Namespace
 
 MODEL = "m"
 DEADLINE_S = 60.0
@@ -181,14 +183,14 @@ class Pair:
         assert (await self.client.post(f"{self.two.url}/v1/completions", json=body, headers=hop)).status_code == 200
         await self.known(PREFIX)
 
-    async def known(self, prompt: str) -> None:
+    async def known(self, prompt: str, namespace: Namespace = DEFAULT_NAMESPACE) -> None:
         """Wait until node 1 knows that node 2 holds `prompt` and is free again; a decision would leave traces.
 
         What is held may be known first: it is promised when its prefill begins.
         """
         node, theirs = self.one.sidecar.node, self.two.sidecar.engine.endpoints
         now = self.one.sidecar.driver.now
-        chain = node.chain(encode(prompt))
+        chain = node.chain(encode(prompt), namespace=namespace)
         whole = wire_key(chain.key(chain.depth))
 
         def told() -> bool:
@@ -233,6 +235,7 @@ async def start_node(
     make_engine: EngineMaker = one_engine,
     patience_s: float = 0.5,
     secret: str = "",
+    tenants: TenantsConfig | None = None,
 ) -> NodeUnderTest:
     """An engine, its sidecar, and both their servers, until the stack ends."""
     engine, app = await make_engine(stack, name, folder)
@@ -263,6 +266,7 @@ async def start_node(
             ),
             policy=policy,
             timeouts=TimeoutConfig(connect_s=1.0, stream_s=patience_s, whole_s=patience_s),
+            tenants=tenants,
         )
     )
     await stack.enter_async_context(sidecar.running())
@@ -283,14 +287,16 @@ def run_pair(
     make_engine: EngineMaker = one_engine,
     patience_s: float = 0.5,
     secret: str = "",
+    tenants: TenantsConfig | None = None,
 ) -> None:
     """Run `test` against two acquainted nodes; `kind` and `make_engine` are the second one's."""
 
     async def main() -> None:
         ports = {"node-1": udp_port(), "node-2": udp_port()}
         async with contextlib.AsyncExitStack() as stack:
-            one = await start_node(stack, "node-1", ports, folder, policy, patience_s=patience_s, secret=secret)
-            two = await start_node(stack, "node-2", ports, folder, policy, kind, make_engine, patience_s, secret)
+            told = (patience_s, secret, tenants)
+            one = await start_node(stack, "node-1", ports, folder, policy, "vllm", one_engine, *told)
+            two = await start_node(stack, "node-2", ports, folder, policy, kind, make_engine, *told)
             await until(lambda: bool(one.sidecar.node.endpoint_url("node-2/0")))
             await until(lambda: bool(two.sidecar.node.endpoint_url("node-1/0")))
             client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))

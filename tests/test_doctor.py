@@ -16,7 +16,7 @@ import pytest
 from doctor_fleet import PATIENCE_S, Fleet, Spoilt, findings_of, fleet
 from lan4_pair import udp_port
 from msgspec import structs
-from prefixroute_lan4.config import Address, DomainConfig, EngineConfig, SidecarConfig, dump_config
+from prefixroute_lan4.config import Address, DomainConfig, EngineConfig, SidecarConfig, TenantsConfig, dump_config
 from prefixroute_lan4.doctor import check_packages, examine
 from prefixroute_lan4.doctor_engine import EngineFacts, check_engine, check_events, read_facts
 from prefixroute_lan4.doctor_findings import FAULT, OK, WARNING, Answer, Asker, Finding, failed
@@ -130,6 +130,19 @@ def test_a_salt_that_somebody_drops_behind_the_sidecar(tmp_path: Path) -> None:
 
     told = only(findings_of(tmp_path, Spoilt(body=plain)), "salt")
     assert "tenants share a cache" in told.what
+
+
+def test_tenants_that_are_told_apart_raise_no_alarm_and_a_dropped_salt_does(tmp_path: Path) -> None:
+    def plain(body: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in body.items() if name != "cache_salt"}
+
+    tenants = TenantsConfig(header="x-tenant", required=True)
+    findings = findings_of(tmp_path, Spoilt(tenants=tenants))
+    assert [finding for finding in findings if finding.state != OK] == []
+    assert "another tenant shares nothing" in str(findings)
+    found = faults(findings_of(tmp_path, Spoilt(tenants=tenants, body=plain)))
+    assert {finding.node for finding in found} == {"node-2"}
+    assert any("tenants share a cache" in f"{finding.what}{finding.fix}" for finding in found), found
 
 
 def test_a_path_too_narrow_for_gossip(tmp_path: Path) -> None:

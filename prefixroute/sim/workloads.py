@@ -142,6 +142,7 @@ def simulated_domain(block_tokens: int = 16) -> Domain:
 
 
 def random_words(seed: Sequence[int], n: int) -> bytes:
+    """Return `n` tokens, packed, that follow from a seed."""
     generator = np.random.default_rng([abs(part) for part in seed])
     return generator.integers(0, _VOCABULARY, n, dtype=np.uint32).astype("<u4").tobytes()
 

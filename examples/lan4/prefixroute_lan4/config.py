@@ -13,7 +13,7 @@ import msgspec
 from prefixroute_inproc import is_tap, sources_of_tap
 from prefixroute_zmq import endpoint_of_rank
 
-from prefixroute import Domain, NodeSettings, PushBackSettings, policy
+from prefixroute import Domain, NodeSettings, PushBackSettings, Tenants, policy
 from prefixroute.errors import UsageError
 from prefixroute.policy import Policy
 
@@ -23,6 +23,9 @@ POLICIES = (DEFAULT_POLICY, *policy.POLICIES)
 
 ENGINE_KINDS = ("vllm", "sglang")
 """Words for `EngineConfig.kind`: whose adapter reads events and load."""
+
+IGNORE, NARROW, TRUST = "ignore", "narrow", "trust"
+"""Words for `TenantsConfig.body_salt`."""
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -121,6 +124,37 @@ class PushBackConfig(_Strict, frozen=True, kw_only=True):
         return PushBackSettings(self.enter_s, self.leave_s)
 
 
+class TenantsConfig(_Strict, frozen=True, kw_only=True):
+    """Who may share a cache, and how tenants take turns: docs/tenants.md.
+
+    `header` is where the trusted caller names the tenant; with `required` a request without it is refused. `groups` are
+    lists of tenants that share. `body_salt` says what a client's own `cache_salt` counts for. With ``trust`` and no
+    header nobody is told apart but by that salt. Without `fair` all tenants stand in one line; a window of `window_s`
+    at the engine's speed, and of `window_tokens` at least, is given to the engine ahead, and `weights` are shares.
+    """
+
+    header: str = ""
+    groups: dict[str, tuple[str, ...]] = {}
+    required: bool = False
+    body_salt: str = IGNORE
+    fair: bool = True
+    window_s: float = 0.25
+    window_tokens: int = 4096
+    weights: dict[str, float] = {}
+
+    def __post_init__(self) -> None:
+        if self.body_salt not in (IGNORE, NARROW, TRUST):
+            raise ValueError(f"body_salt must be {IGNORE}, {NARROW} or {TRUST}, not {self.body_salt!r}")
+        if not self.header and (self.body_salt != TRUST or self.groups or self.required):
+            raise ValueError("tenants need a header that names them; only body_salt 'trust' alone does without")
+        if self.header.lower().startswith("x-prefixroute-"):
+            raise ValueError("the header of tenants must not be one of prefixroute's own")
+        if self.window_s < 0 or self.window_tokens < 1:
+            raise ValueError("tenants need window_s >= 0 and window_tokens >= 1")
+        if any(weight <= 0 for weight in self.weights.values()):
+            raise ValueError("the weights of tenants must be above 0")
+
+
 class SidecarConfig(_Strict, frozen=True, kw_only=True):
     """One node: its name, where it listens, its peers and its engine.
 
@@ -139,12 +173,20 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
     url: str = ""
     timeouts: TimeoutConfig = TimeoutConfig()
     push_back: PushBackConfig = PushBackConfig()
+    tenants: TenantsConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.tenants is not None and self.tenants.header:
+            Tenants(self.prefix_domain, self.tenants.groups)  # a UsageError, which is a ValueError, says what is wrong
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if self.node in {peer.node for peer in self.peers}:
             raise ValueError(f"{self.node!r} is listed among its own peers")
+
+    @property
+    def tells_tenants(self) -> bool:
+        """Whether requests are told apart by a tenant that their caller names."""
+        return self.tenants is not None and bool(self.tenants.header)
 
     @property
     def public_url(self) -> str:

@@ -12,6 +12,7 @@ from typing import Final
 
 from .doctor_findings import OK, WARNING, Asker, Finding, Visit, fault
 from .doctor_host import MIN_BYTES, check, readable
+from .doctor_probe import caller_of
 from .exchange import HOP_HEADER
 
 PROBE_TEXT: Final = (
@@ -150,7 +151,7 @@ async def _answers(ask: Asker, visit: Visit, model: str) -> list[str] | None:
     texts = []
     for prompt in PROMPTS:
         body = {"model": model, "prompt": prompt, "max_tokens": _ANSWER_TOKENS, "temperature": 0}
-        answer = await ask.post(f"{visit.url}/v1/completions", body, [(HOP_HEADER, "1")])
+        answer = await ask.post(f"{visit.url}/v1/completions", body, [(HOP_HEADER, "1"), *caller_of(visit)])
         try:
             text = answer.body["choices"][0]["text"]
         except (LookupError, TypeError):
