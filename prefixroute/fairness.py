@@ -52,8 +52,8 @@ class Entry(Enum):
 class FairSettings:
     """Settings of a queue.
 
-    `window_tokens` are given to the engine ahead: two of its steps' budgets keep it busy. `overhead_tokens` are charged
-    beside the uncached ones: a request's fixed time, in tokens. `weights` are shares by tenant, 1 unless told.
+    `window_tokens` are given to the engine ahead: the budget of one of its steps keeps it busy. `overhead_tokens` are
+    charged beside the uncached ones: a request's fixed time, in tokens. `weights` are shares by tenant, 1 unless told.
     `max_held` bounds the requests that wait here. Raises `UsageError` for what makes no sense.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -150,11 +151,12 @@ def test_a_salt_that_is_trusted_is_routed_by(folder: Path) -> None:
 
 def test_a_greedy_tenant_lets_the_others_pass(folder: Path) -> None:
     """The greedy one's requests wait here, one is at the engine; a light one's is next, and who leaves is forgotten."""
-    done: list[str] = []
+    done: list[int] = []
 
     async def greedy(pair: Pair, number: int) -> None:
-        cached(await ask(pair, pair.one, "greedy", HOP, prompt=f"{number} {PREFIX}"))
-        done.append("greedy")
+        reply = await ask(pair, pair.one, "greedy", HOP, prompt=f"{number} {PREFIX}", stream=number % 2 == 0)
+        assert reply.status_code == 200
+        done.append(number)
 
     async def test(pair: Pair) -> None:
         def held() -> int:
@@ -163,6 +165,10 @@ def test_a_greedy_tenant_lets_the_others_pass(folder: Path) -> None:
         tasks = [asyncio.create_task(greedy(pair, number)) for number in range(8)]
         await until(lambda: held() == 7)
         assert pair.one.sidecar.node.load("node-1/0", pair.one.sidecar.driver.now()).queued_tokens > 1500
+        # Half of the places are left to the others.
+        refused = await ask(pair, pair.one, "greedy", HOP)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, 429)
+        assert pair.one.sidecar.node.counters["outcomes_refused"] == 0
         tasks.pop().cancel()
         await until(lambda: held() <= 6)
         left = len(tasks)
@@ -173,7 +179,7 @@ def test_a_greedy_tenant_lets_the_others_pass(folder: Path) -> None:
         assert len(done) == left
         assert held() == 0
 
-    tenants = TenantsConfig(header="x-tenant", window_s=0, window_tokens=1)
+    tenants = TenantsConfig(header="x-tenant", window_s=0, window_tokens=1, max_held=14)
     run_pair(test, folder, secret=SECRET, tenants=tenants, patience_s=DEADLINE_S)
 
 
@@ -300,6 +306,32 @@ def test_a_forward_is_believed_with_its_proof_and_with_nothing_else() -> None:
     assert Callers(Domain(MODEL, "x"), None).prove("acme", body) == ""
 
 
+BODIES = (
+    b'{"model":"m","prompt":"p","cache_salt":"s"}',
+    b'{"cache_salt":"\\ud800","x\\ud800":1}',
+    b'{"a":"\xff","cache_salt":"s"}',
+    b'{"cache_salt":"s","cache_salt":{"a":[1,2]}}',
+    b'{"extra_key":[],"x":1e999,"cache_salt":null}',
+)
+
+
+@pytest.mark.parametrize("mode", [None, "ignore", "narrow", "trust"])
+def test_whatever_comes_is_somebodys_or_refused(mode: str | None) -> None:
+    rng, callers = random.Random(str(mode)), Callers(DOMAIN, config(mode) if mode else None)
+    for _ in range(500):
+        body = bytearray(rng.choice(BODIES))
+        for _ in range(rng.randrange(3)):
+            body[rng.randrange(len(body))] = rng.randrange(256)
+        told = bytes(body[:20]).decode("latin-1")
+        headers = [("x-tenant", rng.choice(("a", "\xe9"))), (TENANT_HEADER, rng.choice(("", "zz-zz", told)))]
+        with contextlib.suppress(Refused, ValueError):
+            request = read_body(bytes(body))
+            found = callers.identify(headers, rng.random() < 0.5, bytes(body), request)
+            if mode in ("ignore", "narrow"):
+                fields = msgspec.json.decode(found.body, type=dict[str, msgspec.Raw])
+                assert bytes(fields["cache_salt"]) == msgspec.json.encode(found.salt)
+
+
 def test_a_salt_is_put_without_disturbing_the_rest() -> None:
     body = b'{"a":1.0, "cache\\u005fsalt":"x","b":{"cache_salt":"y", "n":1e3},"cache_salt":"z"}'
     assert with_salt(body, "s") == b'{"a":1.0,"cache_salt":"s","b":{"cache_salt":"y", "n":1e3}}'
@@ -316,6 +348,7 @@ def test_a_salt_is_put_without_disturbing_the_rest() -> None:
         ({"header": "X-Prefixroute-Tenant"}, SECRET, "own"),
         ({"header": "x-tenant", "groups": {"a": ["x"], "b": ["x"]}}, SECRET, "one at most"),
         ({"header": "x-tenant", "window_tokens": 0}, SECRET, "window"),
+        ({"header": "x-tenant", "max_held": 1}, SECRET, "max_held"),
         ({"header": "x-tenant", "weights": {"a": 0}}, SECRET, "weights"),
         ({"header": "x-tenant", "fairness": True}, SECRET, "unknown field"),
     ],

@@ -74,7 +74,7 @@ class TenantsSettings:
 
     @property
     def full_window_s(self) -> float:
-        """The most that a request finds before it at its engine: a window, and the prompt that it was filled up with."""
+        """The most that a request finds at its engine: a window, and the prompt that it was filled up with."""
         return self.window_s + self.speed.token_s * (LONGEST_PREFIX + self.tail_tokens)
 
     def serving(self) -> ServingSettings:

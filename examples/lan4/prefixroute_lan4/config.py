@@ -130,7 +130,8 @@ class TenantsConfig(_Strict, frozen=True, kw_only=True):
     `header` is where the trusted caller names the tenant; with `required` a request without it is refused. `groups` are
     lists of tenants that share. `body_salt` says what a client's own `cache_salt` counts for. With ``trust`` and no
     header nobody is told apart but by that salt. Without `fair` all tenants stand in one line; a window of `window_s`
-    at the engine's speed, and of `window_tokens` at least, is given to the engine ahead, and `weights` are shares.
+    at the engine's speed, and of `window_tokens` at least, is given to the engine ahead, `weights` are shares, and
+    `max_held` bounds the requests that wait before each rank.
     """
 
     header: str = ""
@@ -139,8 +140,9 @@ class TenantsConfig(_Strict, frozen=True, kw_only=True):
     body_salt: str = IGNORE
     fair: bool = True
     window_s: float = 0.25
-    window_tokens: int = 4096
+    window_tokens: int = 2048
     weights: dict[str, float] = {}
+    max_held: int = 4096
 
     def __post_init__(self) -> None:
         if self.body_salt not in (IGNORE, NARROW, TRUST):
@@ -149,8 +151,8 @@ class TenantsConfig(_Strict, frozen=True, kw_only=True):
             raise ValueError("tenants need a header that names them; only body_salt 'trust' alone does without")
         if self.header.lower().startswith("x-prefixroute-"):
             raise ValueError("the header of tenants must not be one of prefixroute's own")
-        if self.window_s < 0 or self.window_tokens < 1:
-            raise ValueError("tenants need window_s >= 0 and window_tokens >= 1")
+        if self.window_s < 0 or self.window_tokens < 1 or self.max_held < 2:
+            raise ValueError("tenants need window_s >= 0, window_tokens >= 1 and max_held >= 2")
         if any(weight <= 0 for weight in self.weights.values()):
             raise ValueError("the weights of tenants must be above 0")
 

@@ -98,7 +98,7 @@ class Gate:
         """A place to enter, before a local endpoint's engine."""
         queue = self.queues.get(endpoint)
         if queue is None:
-            settings = FairSettings(self._config.window_tokens, 1, self._config.weights)
+            settings = FairSettings(self._config.window_tokens, 1, self._config.weights, self._config.max_held)
             queue = self.queues[endpoint] = FairQueue(settings)
             self._token_s[endpoint] = 0.0
         return Turn(self, queue, streamed)
