@@ -20,11 +20,11 @@ from .fairness import MAX_TENANTS, OTHER
 class TenantStats(NamedTuple):
     """One tenant's counters at one node. Tokens are of the prompts.
 
-    `requests` came here from clients, `received` from peers, and `forwards` of the former were sent to peers;
-    `declined` is what came from peers and was handed back. `predicted_tokens` and `cached_tokens` are of the answers to
-    `requests` that told their cached tokens. `prefill_local_tokens` were computed here for `requests`,
-    `prefill_received_tokens` here for peers, `prefill_forwarded_tokens` at peers for `requests`: as told, or else as
-    predicted. `expected_wait_s` is the sum of the waits that decisions expected at their targets.
+    `requests` came here from clients, `received` from peers, or were routed as if they had, and `forwards` of the
+    former were sent to peers; `declined` came from peers and was handed back. `predicted_tokens` and `cached_tokens`
+    are of the answers to `requests` that told their cached tokens. `prefill_local_tokens` were computed here for
+    `requests`, `prefill_received_tokens` here for peers, `prefill_forwarded_tokens` at peers for `requests`: as told,
+    or else as predicted. `expected_wait_s` is the sum of the waits that decisions expected at their targets.
     """
 
     tenant: str

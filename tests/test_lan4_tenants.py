@@ -16,9 +16,10 @@ import pytest
 from lan4_pair import DEADLINE_S, MODEL, PREFIX, NodeUnderTest, Pair, run_pair, until
 from prefixroute_lan4.callers import MAX_SALT_CHARS, TENANT_HEADER, UNTRUSTED_SALT, Callers, Refused, with_salt
 from prefixroute_lan4.config import SidecarConfig, TenantsConfig
+from prefixroute_lan4.gate import Gate
 from prefixroute_lan4.tokens import read_body
 
-from prefixroute import Domain, Tenants
+from prefixroute import Domain, Node, Outcome, Tenants
 from prefixroute.errors import UsageError
 from prefixroute.events import Namespace
 
@@ -178,9 +179,44 @@ def test_a_greedy_tenant_lets_the_others_pass(folder: Path) -> None:
         await asyncio.gather(*tasks)
         assert len(done) == left
         assert held() == 0
+        (rows,) = (queue.stats() for queue in pair.one.sidecar.queues.values())
+        # The one that left had not been released.
+        assert {row.tenant: (row.released, row.refused) for row in rows} == {"greedy": (left, 1), "light": (1, 0)}
 
     tenants = TenantsConfig(header="x-tenant", window_s=0, window_tokens=1, max_held=14)
     run_pair(test, folder, secret=SECRET, tenants=tenants, patience_s=DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "tokens"),
+    [
+        (Outcome.served(cached_tokens=60), 40),
+        (Outcome.served(), 100),
+        (Outcome.cancelled(), 100),
+        (Outcome.failed("x"), 0),
+        (Outcome.refused(), 0),
+    ],
+    ids=str,
+)
+def test_a_tenant_pays_for_what_was_computed_and_for_what_it_left(outcome: Outcome, tokens: int) -> None:
+    node = Node("n", DOMAIN, rng=random.Random(1), now=0.0)
+    node.add_endpoint("0", incarnation=1, now=0.0)
+    decision = node.route(list(range(100)), 0.0)
+    fixed = round(decision.candidates[0].overhead_s / decision.candidates[0].s_per_token) + 1
+
+    async def test() -> int:
+        gate = Gate(config(window_tokens=1, window_s=0), lambda: 0.0)
+        first, second = gate.turn("n/0", True), gate.turn("n/0", True)
+        first.enter("acme", decision, "n/0", 0)
+        second.enter("acme", decision, "elsewhere", 0)
+        await first.come()
+        second.over(Outcome.cancelled())
+        first.over(outcome)
+        (row,) = gate.queues["n/0"].stats()
+        assert (row.held, row.released, gate.slack_s("globex")) == (0, 1, 0.0)
+        return row.tokens
+
+    assert asyncio.run(test()) == (tokens + fixed if tokens else 0)
 
 
 # --- callers -----------------------------------------------------------------------------------------------

@@ -299,7 +299,7 @@ class Exchange:
     def _report(self, outcome: Outcome) -> str | None:
         turn, self._turn = self._turn, None
         if turn is not None:
-            turn.over(outcome.kind is OutcomeKind.SERVED, outcome.cached_tokens)
+            turn.over(outcome)
         return self._site.node.report(self._decision, outcome, self._site.now(), endpoint=self._target)
 
     def _headers(self, answer: Answer) -> tuple[tuple[str, str], ...]:

@@ -16,12 +16,14 @@ import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from prefixroute import Decision, Entry, FairQueue, FairSettings
+from prefixroute import Decision, Entry, FairQueue, FairSettings, Outcome, OutcomeKind
 
 from .config import TenantsConfig
 
 _BYTES_A_TOKEN = 4
 """For prompts whose tokens are not known."""
+
+_NOTHING_COMPUTED = (OutcomeKind.FAILED, OutcomeKind.REFUSED)
 
 
 class Turn:
@@ -77,11 +79,14 @@ class Turn:
         self._began = True
         self._gate.release(self._queue.first_token(self, self._gate.now()))
 
-    def over(self, served: bool, cached_tokens: int | None) -> None:
-        """The attempt has ended. What was computed is charged, as far as that is known."""
-        computed = None if served or self._began else 0
-        if served and cached_tokens is not None:
-            computed = max(0, self._prompt_tokens - cached_tokens) + self._overhead
+    def over(self, outcome: Outcome) -> None:
+        """The attempt has ended. What was computed is charged, as far as that is known.
+
+        Who leaves while the engine computes has had it all the same: else cancelling would be a way to pay nothing.
+        """
+        computed = 0 if outcome.kind in _NOTHING_COMPUTED and not self._began else None
+        if outcome.cached_tokens is not None:
+            computed = max(1, self._prompt_tokens - outcome.cached_tokens) + self._overhead
         self._gate.release(self._queue.leave(self, self._gate.now(), computed))
 
 
