@@ -116,7 +116,9 @@ class _Pages:
         engine = self._sidecar.engine
         path, body = request.url.path, await request.body()
         before = engine.before_call(path)
-        if self._sidecar.config.tells_tenants and not (request.method == "GET" or before is not None or path in _SAFE):
+        if self._sidecar.config.tells_tenants and not (
+            request.method in ("GET", "HEAD") or before is not None or path in _SAFE
+        ):
             what = f"{path} is not kept apart by tenant, so it is not passed on: ask the engine itself"
             return response_of(error_reply(403, what, "permission_error"))
         url = httpx.URL(engine.config.url + path, query=request.url.query.encode())
