@@ -27,11 +27,11 @@ from prefixroute_lan4.config import (
     EngineConfig,
     PeerConfig,
     SidecarConfig,
-    TenantsConfig,
     dump_config,
 )
 from prefixroute_lan4.exchange import HOP_HEADER, MATCHED_HEADER
 from prefixroute_lan4.processes import ChildProcess
+from prefixroute_lan4.tenancy import TenantsConfig
 from prefixroute_lan4.upstream import TARGET_HEADER
 
 from prefixroute import Domain

@@ -13,11 +13,12 @@ from typing import Any
 import httpx
 import msgspec
 from lan4_pair import MODEL, Faults, engine_config, events_over, listen, served, udp_port, until
-from prefixroute_lan4.config import Address, DomainConfig, PeerConfig, SidecarConfig, TenantsConfig
+from prefixroute_lan4.config import Address, DomainConfig, PeerConfig, SidecarConfig
 from prefixroute_lan4.config import EngineConfig as SidecarEngine
 from prefixroute_lan4.doctor import examine
 from prefixroute_lan4.doctor_findings import Finding
 from prefixroute_lan4.sidecar import Sidecar
+from prefixroute_lan4.tenancy import TenantsConfig
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prefixroute.emulator import EmulatedEngine

@@ -23,11 +23,11 @@ from prefixroute_lan4.config import (
     DomainConfig,
     PeerConfig,
     SidecarConfig,
-    TenantsConfig,
     TimeoutConfig,
 )
 from prefixroute_lan4.config import EngineConfig as SidecarEngine
 from prefixroute_lan4.sidecar import Sidecar
+from prefixroute_lan4.tenancy import TenantsConfig
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prefixroute.chain import wire_key

@@ -16,13 +16,14 @@ import pytest
 from doctor_fleet import PATIENCE_S, Fleet, Spoilt, findings_of, fleet
 from lan4_pair import udp_port
 from msgspec import structs
-from prefixroute_lan4.config import Address, DomainConfig, EngineConfig, SidecarConfig, TenantsConfig, dump_config
+from prefixroute_lan4.config import Address, DomainConfig, EngineConfig, SidecarConfig, dump_config
 from prefixroute_lan4.doctor import check_packages, examine
 from prefixroute_lan4.doctor_engine import EngineFacts, check_engine, check_events, read_facts
 from prefixroute_lan4.doctor_findings import FAULT, OK, WARNING, Answer, Asker, Finding, failed
 from prefixroute_lan4.doctor_host import Echo, WallClock
 from prefixroute_lan4.doctor_listen import Listener
 from prefixroute_lan4.doctor_probe import Served, judge_hits, judge_stream
+from prefixroute_lan4.tenancy import TenantsConfig
 from prefixroute_zmq import EventSource
 
 from prefixroute import BlocksStored, Domain, EngineBatch

@@ -15,8 +15,9 @@ import msgspec
 import pytest
 from lan4_pair import DEADLINE_S, MODEL, PREFIX, NodeUnderTest, Pair, run_pair, until
 from prefixroute_lan4.callers import MAX_SALT_CHARS, TENANT_HEADER, UNTRUSTED_SALT, Callers, Refused, with_salt
-from prefixroute_lan4.config import SidecarConfig, TenantsConfig
+from prefixroute_lan4.config import SidecarConfig
 from prefixroute_lan4.gate import Gate
+from prefixroute_lan4.tenancy import TenantsConfig
 from prefixroute_lan4.tokens import read_body
 
 from prefixroute import Domain, Node, Outcome, Tenants

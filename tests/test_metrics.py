@@ -10,19 +10,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefixroute import (
-    Domain,
-    EngineBatch,
-    FairQueue,
-    FairSettings,
-    FairStats,
-    LoadReport,
-    Node,
-    NodeSettings,
-    Outcome,
-    StreamGap,
-    TenantStats,
-)
+from prefixroute import Domain, EngineBatch, LoadReport, Node, NodeSettings, Outcome, StreamGap
 from prefixroute.metrics import render
 from prefixroute.testing import Mesh, stored
 
@@ -158,35 +146,6 @@ def test_endpoints_are_labelled_and_their_figures_are_those_of_stats() -> None:
     assert states == {(row.endpoint, row.push_back): 1.0 for row in rows.values()}
     assert parsed["prefixroute_index_keys"].samples[0].value == 12
     assert parsed["prefixroute_in_flight"].samples[0].value == 1
-
-
-def test_tenants_and_their_turns_are_labelled_and_there_only_when_there_are_any() -> None:
-    node = Node("a", Domain("m", "t"), rng=random.Random(1), now=0.0)
-    node.add_endpoint("0", incarnation=1, now=0.0)
-    queue = FairQueue(FairSettings(window_tokens=1))
-    assert not [name for name in families(node, 0.0) if "tenant" in name or "fair" in name]
-    for i, tenant in enumerate(("acme", 'q"\\', "acme")):
-        queue.enter(i, tenant, 100, 0.0)
-        node.report(node.route(PROMPT, 0.0, tenant=tenant), Outcome.served(cached_tokens=16), 0.0)
-    text = render(node, 0.0, {"a/0": queue}).decode()
-    parsed = {metric.name: metric for metric in text_string_to_metric_families(text)}
-    rows = {row.tenant: row for row in node.stats(0.0).tenants}
-    for field in TenantStats._fields[1:]:
-        name = "expected_wait_seconds" if field == "expected_wait_s" else field
-        metric = parsed.pop(f"prefixroute_tenant_{name}")
-        assert metric.type == "counter"
-        assert metric.documentation.endswith(".")
-        shown = {sample.labels["tenant"]: sample.value for sample in metric.samples}
-        assert shown == {tenant: getattr(row, field) for tenant, row in rows.items()}
-    accounts = {row.tenant: row for row in queue.stats()}
-    for field in FairStats._fields[1:]:
-        name = "waited_seconds" if field == "waited_s" else field
-        metric = parsed.pop(f"prefixroute_fair_{name}")
-        assert metric.type == ("gauge" if field in ("held", "held_tokens", "deficit_tokens") else "counter")
-        assert {sample.labels["endpoint"] for sample in metric.samples} == {"a/0"}
-        shown = {sample.labels["tenant"]: sample.value for sample in metric.samples}
-        assert shown == {tenant: getattr(row, field) for tenant, row in accounts.items()}
-    assert not [name for name in parsed if "tenant" in name or "fair" in name]
 
 
 def test_predictions_are_shown_endpoint_by_endpoint() -> None:

@@ -8,11 +8,24 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from routing import BLOCK, DOMAIN, hold, mesh, prompt
 
-from prefixroute import EVERYBODY, Domain, Namespace, Node, Outcome, Tenants, UsageError
+from prefixroute import (
+    EVERYBODY,
+    Domain,
+    FairQueue,
+    FairSettings,
+    FairStats,
+    Namespace,
+    Node,
+    Outcome,
+    Tenants,
+    TenantStats,
+    UsageError,
+)
 from prefixroute.fairness import MAX_TENANTS, OTHER
-from prefixroute.tallies import TenantStats
+from prefixroute.metrics import render
 from prefixroute.tenants import MAX_NAME_CHARS
 from prefixroute.testing import stored
 
@@ -185,3 +198,33 @@ def test_beyond_the_bound_tenants_share_a_row() -> None:
     assert len(found) == MAX_TENANTS + 1
     assert (found[OTHER].requests, found["t3"].requests) == (5, 2)
     assert sum(row.prefill_local_tokens for row in found.values()) == (MAX_TENANTS + 5) * BLOCK
+
+
+def test_tenants_and_their_turns_are_labelled_and_there_only_when_there_are_any() -> None:
+    node = Node("a", Domain("m", "t"), rng=random.Random(1), now=0.0)
+    node.add_endpoint("0", incarnation=1, now=0.0)
+    queue = FairQueue(FairSettings(window_tokens=1))
+    before = render(node, 0.0).decode()
+    assert not [name for name in ("tenant", "prefixroute_fair") if name in before]
+    for i, tenant in enumerate(("acme", 'q"\\', "acme")):
+        queue.enter(i, tenant, 100, 0.0)
+        node.report(node.route(list(range(100)), 0.0, tenant=tenant), Outcome.served(cached_tokens=16), 0.0)
+    text = render(node, 0.0, {"a/0": queue}).decode()
+    parsed = {metric.name: metric for metric in text_string_to_metric_families(text)}
+    rows = {row.tenant: row for row in node.stats(0.0).tenants}
+    for field in TenantStats._fields[1:]:
+        name = "expected_wait_seconds" if field == "expected_wait_s" else field
+        metric = parsed.pop(f"prefixroute_tenant_{name}")
+        assert metric.type == "counter"
+        assert metric.documentation.endswith(".")
+        shown = {sample.labels["tenant"]: sample.value for sample in metric.samples}
+        assert shown == {tenant: getattr(row, field) for tenant, row in rows.items()}
+    accounts = {row.tenant: row for row in queue.stats()}
+    for field in FairStats._fields[1:]:
+        name = "waited_seconds" if field == "waited_s" else field
+        metric = parsed.pop(f"prefixroute_fair_{name}")
+        assert metric.type == ("gauge" if field in ("held", "held_tokens", "deficit_tokens") else "counter")
+        assert {sample.labels["endpoint"] for sample in metric.samples} == {"a/0"}
+        shown = {sample.labels["tenant"]: sample.value for sample in metric.samples}
+        assert shown == {tenant: getattr(row, field) for tenant, row in accounts.items()}
+    assert not [name for name in parsed if "tenant" in name or "fair" in name]

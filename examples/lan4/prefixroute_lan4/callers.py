@@ -28,8 +28,8 @@ import msgspec
 
 from prefixroute import Domain, Tenants
 
-from .config import NARROW, TRUST, TenantsConfig
 from .door import Reply, error_reply
+from .tenancy import NARROW, TRUST, TenantsConfig
 from .tokens import RequestBody
 
 TENANT_HEADER: Final = "x-prefixroute-tenant"

@@ -13,9 +13,11 @@ import msgspec
 from prefixroute_inproc import is_tap, sources_of_tap
 from prefixroute_zmq import endpoint_of_rank
 
-from prefixroute import Domain, NodeSettings, PushBackSettings, Tenants, policy
+from prefixroute import Domain, NodeSettings, PushBackSettings, policy
 from prefixroute.errors import UsageError
 from prefixroute.policy import Policy
+
+from .tenancy import TenantsConfig, check_tenants
 
 DEFAULT_POLICY = "default"
 POLICIES = (DEFAULT_POLICY, *policy.POLICIES)
@@ -23,9 +25,6 @@ POLICIES = (DEFAULT_POLICY, *policy.POLICIES)
 
 ENGINE_KINDS = ("vllm", "sglang")
 """Words for `EngineConfig.kind`: whose adapter reads events and load."""
-
-IGNORE, NARROW, TRUST = "ignore", "narrow", "trust"
-"""Words for `TenantsConfig.body_salt`."""
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,39 +123,6 @@ class PushBackConfig(_Strict, frozen=True, kw_only=True):
         return PushBackSettings(self.enter_s, self.leave_s)
 
 
-class TenantsConfig(_Strict, frozen=True, kw_only=True):
-    """Who may share a cache, and how tenants take turns: docs/tenants.md.
-
-    `header` is where the trusted caller names the tenant; with `required` a request without it is refused. `groups` are
-    lists of tenants that share. `body_salt` says what a client's own `cache_salt` counts for. With ``trust`` and no
-    header nobody is told apart but by that salt. Without `fair` all tenants stand in one line; a window of `window_s`
-    at the engine's speed, and of `window_tokens` at least, is given to the engine ahead, `weights` are shares, and
-    `max_held` bounds the requests that wait before each rank.
-    """
-
-    header: str = ""
-    groups: dict[str, tuple[str, ...]] = {}
-    required: bool = False
-    body_salt: str = IGNORE
-    fair: bool = True
-    window_s: float = 0.25
-    window_tokens: int = 2048
-    weights: dict[str, float] = {}
-    max_held: int = 4096
-
-    def __post_init__(self) -> None:
-        if self.body_salt not in (IGNORE, NARROW, TRUST):
-            raise ValueError(f"body_salt must be {IGNORE}, {NARROW} or {TRUST}, not {self.body_salt!r}")
-        if not self.header and (self.body_salt != TRUST or self.groups or self.required):
-            raise ValueError("tenants need a header that names them; only body_salt 'trust' alone does without")
-        if self.header.lower().startswith("x-prefixroute-"):
-            raise ValueError("the header of tenants must not be one of prefixroute's own")
-        if self.window_s < 0 or self.window_tokens < 1 or self.max_held < 2:
-            raise ValueError("tenants need window_s >= 0, window_tokens >= 1 and max_held >= 2")
-        if any(weight <= 0 for weight in self.weights.values()):
-            raise ValueError("the weights of tenants must be above 0")
-
-
 class SidecarConfig(_Strict, frozen=True, kw_only=True):
     """One node: its name, where it listens, its peers and its engine.
 
@@ -172,18 +138,17 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
     peers: tuple[PeerConfig, ...] = ()
     learn_peers: bool = False
     policy: str = "default"
+    tenants: TenantsConfig | None = None
     url: str = ""
     timeouts: TimeoutConfig = TimeoutConfig()
     push_back: PushBackConfig = PushBackConfig()
-    tenants: TenantsConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.tenants is not None and self.tenants.header:
-            Tenants(self.prefix_domain, self.tenants.groups)  # a UsageError, which is a ValueError, says what is wrong
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if self.node in {peer.node for peer in self.peers}:
             raise ValueError(f"{self.node!r} is listed among its own peers")
+        check_tenants(self.prefix_domain, self.tenants)
 
     @property
     def tells_tenants(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from prefixroute import Decision, Entry, FairQueue, FairSettings, Outcome, OutcomeKind
 
-from .config import TenantsConfig
+from .tenancy import TenantsConfig
 
 _BYTES_A_TOKEN = 4
 """For prompts whose tokens are not known."""

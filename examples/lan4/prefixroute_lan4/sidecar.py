@@ -233,6 +233,7 @@ class Sidecar:
             "policy": self.config.policy,
             "uptime_s": seconds,
             "requests": dict(self._site.counts),
+            "fairness": self.fairness(),
             "decisions": decisions,
             "gossip": {
                 "bytes_sent": self.transport.bytes_sent,
@@ -240,7 +241,6 @@ class Sidecar:
                 "bytes_per_s": self.transport.bytes_sent / seconds,
             },
             "engine_events": self.engine.stats(),
-            "fairness": self.fairness(),
             "state": {
                 **state._asdict(),
                 "endpoints": [_endpoint(row) for row in state.endpoints],
