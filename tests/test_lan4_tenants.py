@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -405,3 +406,12 @@ def test_tenants_that_cannot_be_are_refused_by_name(tenants: dict[str, Any], sec
     with contextlib.suppress(KeyError):
         del given["tenants"]
     assert not msgspec.convert(given, SidecarConfig).tells_tenants
+
+
+def test_the_example_of_the_documentation_is_a_configuration() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "tenants.md").read_text()
+    (example,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    read = msgspec.json.decode(example, type=SidecarConfig)
+    assert read.tells_tenants
+    assert read.tenants is not None
+    assert read.tenants.groups == GROUPS

@@ -43,6 +43,31 @@ def check_domains(first: Visit, others: Sequence[Visit], challenge: str) -> list
     return found
 
 
+def check_tenancy(first: Visit, others: Sequence[Visit]) -> list[Finding]:
+    """Whether the configurations that were given tell tenants apart alike; nothing is said where none does."""
+    found, ours = [], _tenancy(first)
+    for other in others:
+        theirs = _tenancy(other)
+        differing = [name for name in (ours or theirs or {}) if (ours or {}).get(name) != (theirs or {}).get(name)]
+        if differing:
+            what = f"tenants differ from {first.node}'s in {', '.join(differing)}"
+            fix = "make `tenants` equal on all nodes: what differs is cached apart, or shared against your will"
+            found.append(fault(other.node, "tenants", what, fix))
+        elif ours:
+            found.append(Finding(OK, other.node, "tenants", f"told apart as at {first.node}"))
+    return found
+
+
+def _tenancy(visit: Visit) -> dict[str, object] | None:
+    """What decides who shares with whom; None where that is not known."""
+    tenants = visit.config.tenants if visit.config is not None else None
+    if tenants is None:
+        return None
+    groups = {name: sorted(members) for name, members in tenants.groups.items()}
+    header = tenants.header.lower()
+    return {"header": header, "groups": groups, "body_salt": tenants.body_salt, "required": tenants.required}
+
+
 def same_secret(one: Visit, other: Visit) -> bool:
     """Whether both gave the same answer to the challenge."""
     return bool(one.told) and bool(other.told) and one.told["check"] == other.told["check"]
