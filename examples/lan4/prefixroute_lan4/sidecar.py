@@ -150,7 +150,7 @@ class Sidecar:
         except ValueError as error:
             await send_reply(send, error_reply(400, str(error)))
             return
-        prompt = await self._prompts.read(request, chat, caller.salt, carried.tokens)
+        prompt = await self._prompts.read(request, chat, carried.tokens, caller.salt)
         decision = self._decide(prompt, caller, forwarded, budget_of(told.get(BUDGET_HEADER)))
         if decision.declined:
             # Of the rank that would be quickest: whichever one was asked is no better.

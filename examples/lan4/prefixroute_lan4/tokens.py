@@ -97,7 +97,7 @@ class PromptReader:
         self._memo: LRUCache[bytes, array[int]] = LRUCache(_MEMO_PROMPTS)
         self._decoder = msgspec.json.Decoder(_Tokenized)
 
-    async def read(self, request: RequestBody, chat: bool, salt: str, known: array[int] | None = None) -> Prompt:
+    async def read(self, request: RequestBody, chat: bool, known: array[int] | None = None, salt: str = "") -> Prompt:
         """The prompt of a request that is cached under `salt`, whose tokens may be `known`.
 
         Never raises for what a client may send.
