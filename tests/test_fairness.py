@@ -125,6 +125,19 @@ def test_what_the_engine_really_computed_is_charged() -> None:
     assert names[:11] == ["b"] * 10 + ["a"]
 
 
+def test_turns_that_corrections_made_void_do_not_pile_up() -> None:
+    queue = FairQueue(FairSettings(window_tokens=10**6, overhead_tokens=1))
+    for i in range(300):
+        queue.enter(i, "a", 9, 0.0)
+    queue.resize(1, 0.0)
+    queue.enter("held", "a", 9, 0.0)
+    for i in range(299):
+        assert queue.leave(i, 1.0, i + 10) == []
+        assert len(queue._turns) <= 67
+    queue._check()
+    assert queue.leave(299, 1.0) == ["held"]
+
+
 def test_what_came_to_nothing_costs_nothing() -> None:
     queue = FairQueue(FairSettings(window_tokens=1, overhead_tokens=10))
     queue.enter("failed", "a", 500, 0.0)
