@@ -21,14 +21,30 @@ from typing import Any, NamedTuple
 import httpx
 from live_engines import ADAPTER, DEADLINE_S, LiveEngine, completion, read_reply, until
 from prefixroute_lan4.cluster import free_ports
-from prefixroute_lan4.config import Address, DomainConfig, EngineConfig, PeerConfig, SidecarConfig, dump_config
+from prefixroute_lan4.config import (
+    Address,
+    DomainConfig,
+    EngineConfig,
+    PeerConfig,
+    SidecarConfig,
+    dump_config,
+)
 from prefixroute_lan4.exchange import HOP_HEADER, MATCHED_HEADER
 from prefixroute_lan4.processes import ChildProcess
+from prefixroute_lan4.tenancy import TenantsConfig
 from prefixroute_lan4.upstream import TARGET_HEADER
+
+from prefixroute import Domain
 
 HOST = "127.0.0.1"
 HERE = {HOP_HEADER: "1"}
 """Headers of a request that is to be served where it is sent."""
+
+TENANT = "x-tenant"
+"""The header that names the tenant, where a test tells tenants apart."""
+
+SALTS = TenantsConfig(body_salt="trust")
+"""No tenants, and clients whose salts are routed by."""
 
 
 class Answer(NamedTuple):
@@ -52,8 +68,9 @@ class Place(NamedTuple):
 class LiveSidecar:
     """One sidecar process beside `engine`."""
 
-    def __init__(self, place: Place, engine: LiveEngine, process: ChildProcess) -> None:
+    def __init__(self, place: Place, engine: LiveEngine, process: ChildProcess, domain: Domain) -> None:
         self.name = place.name
+        self.domain = domain
         self.url = f"http://{HOST}:{place.http}"
         self.place = place
         self.engine = engine
@@ -63,19 +80,27 @@ class LiveSidecar:
     # --- requests ------------------------------------------------------------------------------------------
 
     def ask(
-        self, tokens: Sequence[int], *, answer_tokens: int = 1, salt: str = "", adapter: str = "", here: bool = False
+        self,
+        tokens: Sequence[int],
+        *,
+        answer_tokens: int = 1,
+        salt: str = "",
+        adapter: str = "",
+        here: bool = False,
+        tenant: str = "",
     ) -> Answer:
         """Send a completion; `here` keeps it at this sidecar's own engine."""
         model = adapter or self.engine.now.model
-        return self._post("completions", completion(model, tokens, answer_tokens, salt), here)
+        return self._post("completions", completion(model, tokens, answer_tokens, salt), here, tenant)
 
     def chat(self, messages: list[dict[str, str]], answer_tokens: int = 8) -> Answer:
         """Send a conversation to this sidecar's own engine."""
         body = {"model": self.engine.now.model, "messages": messages, "max_tokens": answer_tokens}
         return self._post("chat/completions", {**body, "temperature": 0, "ignore_eos": True}, True)
 
-    def _post(self, path: str, body: dict[str, Any], here: bool) -> Answer:
-        answer = self.client.post(f"{self.url}/v1/{path}", json=body, headers=HERE if here else {})
+    def _post(self, path: str, body: dict[str, Any], here: bool, tenant: str = "") -> Answer:
+        headers = {**(HERE if here else {}), **({TENANT: tenant} if tenant else {})}
+        answer = self.client.post(f"{self.url}/v1/{path}", json=body, headers=headers)
         reply = read_reply(answer)
         target = reply.headers.get(TARGET_HEADER, "")
         choice = (reply.body.get("choices") or [{}])[0]
@@ -180,6 +205,7 @@ class Fleet:
         events: str | None = None,
         replay: str | None = None,
         policy: str = "default",
+        tenants: TenantsConfig = SALTS,
     ) -> LiveSidecar:
         """Start a sidecar beside `engine`, wait until it serves and has caught up.
 
@@ -202,12 +228,13 @@ class Fleet:
             domain=DomainConfig(model=running.model, tokenizer=running.tokenizer, secret="live suite"),
             peers=tuple(PeerConfig(node=peer.name, gossip=Address(host=HOST, port=peer.gossip)) for peer in peers),
             policy=policy,
+            tenants=tenants,
         )
         path = self.folder / f"{place.name}.json"
         dump_config(config, path)
         argv = [sys.executable, "-m", "prefixroute_lan4.sidecar", str(path)]
         process = ChildProcess.start(f"sidecar {place.name}", argv, self.folder / f"{place.name}.log")
-        sidecar = LiveSidecar(place, engine, process)
+        sidecar = LiveSidecar(place, engine, process, config.prefix_domain)
         self.sidecars.append(sidecar)
         sidecar.wait_serving()
         if replay != "":

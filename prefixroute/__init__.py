@@ -28,6 +28,7 @@ from .events import (
     StreamRestarted,
     UnknownEvent,
 )
+from .fairness import Entry, FairQueue, FairSettings, FairStats
 from .gossip import Datagram
 from .load import LoadReport, PushBackSettings, PushBackState
 from .node import Node
@@ -36,11 +37,14 @@ from .policy import POLICIES, Choice, GreedyCost, LeastLoad, LongestMatch, NoRou
 from .residency import Residency
 from .settings import NodeSettings
 from .standing import Candidate
+from .tallies import TenantStats
+from .tenants import EVERYBODY, Tenants
 from .zones import Withheld, ZoneRule, Zones
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "EVERYBODY",
     "POLICIES",
     "Accuracy",
     "BlocksCleared",
@@ -59,7 +63,11 @@ __all__ = [
     "EndpointStats",
     "EngineBatch",
     "EngineEvent",
+    "Entry",
     "Explanation",
+    "FairQueue",
+    "FairSettings",
+    "FairStats",
     "GreedyCost",
     "LeastLoad",
     "LoadReport",
@@ -86,6 +94,8 @@ __all__ = [
     "RoundTrip",
     "StreamGap",
     "StreamRestarted",
+    "TenantStats",
+    "Tenants",
     "TokenChain",
     "UnknownEvent",
     "UsageError",

@@ -5,7 +5,7 @@ Rule: metrics are read off the node when they are scraped; nothing on the reques
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 try:
     from prometheus_client import CollectorRegistry
@@ -16,6 +16,7 @@ except ModuleNotFoundError as error:
     message = "prefixroute.metrics needs prometheus_client: pip install 'prefixroute[metrics]'"
     raise ModuleNotFoundError(message, name=error.name) from error
 
+from .fairness import FairQueue
 from .node import Node
 from .overview import EndpointStats, NodeStats
 from .zones import FORWARDS
@@ -45,10 +46,37 @@ _ENDPOINT_SUMS = {
     "cached_tokens": "Cached tokens that those answers told.",
 }
 
+_TENANT_SUMS = {
+    "requests": "Requests of a tenant that clients sent here.",
+    "received": "Requests of a tenant that peers sent here.",
+    "forwards": "Requests of a tenant that were sent to peers.",
+    "declined": "Requests of a tenant that peers sent and got back.",
+    "prompt_tokens": "Prompt tokens of a tenant's requests.",
+    "predicted_tokens": "Cached tokens that were predicted for a tenant, of the answers that told theirs.",
+    "cached_tokens": "Cached tokens that those answers told.",
+    "prefill_local_tokens": "Tokens computed here for a tenant's requests from here.",
+    "prefill_received_tokens": "Tokens computed here for a tenant's requests from peers.",
+    "prefill_forwarded_tokens": "Tokens computed at peers for a tenant's requests from here.",
+    "expected_wait_s": "Waits that decisions for a tenant expected, added up, in seconds.",
+}
+"""Of `TenantStats`; at most `MAX_TENANTS` tenants and one row for the rest."""
+
+_QUEUE_GAUGES = {
+    "held": "Requests of a tenant that wait for their turn.",
+    "held_tokens": "Tokens that they are to compute.",
+    "deficit_tokens": "What a tenant lacks of its fair share: 0 for who is next, below 0 for who had more.",
+}
+_QUEUE_SUMS = {
+    "released": "Requests of a tenant that went to the engine.",
+    "tokens": "Tokens that a tenant was charged.",
+    "waited_s": "Seconds that a tenant's requests waited for their turn.",
+    "refused": "Requests of a tenant that found the queue full.",
+}
+
 
 class _NodeCollector(Collector):
-    def __init__(self, node: Node, now: float) -> None:
-        self._node, self._now = node, now
+    def __init__(self, node: Node, now: float, queues: Mapping[str, FairQueue]) -> None:
+        self._node, self._now, self._queues = node, now, queues
 
     def collect(self) -> Iterator[Metric]:
         stats = self._node.stats(self._now)
@@ -56,12 +84,17 @@ class _NodeCollector(Collector):
         yield from _zones(stats)
         yield from _predictions(stats)
         yield from _gauges(stats)
+        yield from _tenants(stats)
+        yield from _queues(stats.node, self._queues)
 
 
-def render(node: Node, now: float) -> bytes:
-    """Return the node's metrics in Prometheus' text format. O(endpoints)."""
+def render(node: Node, now: float, queues: Mapping[str, FairQueue] | None = None) -> bytes:
+    """Return the node's metrics in Prometheus' text format. O(endpoints + tenants).
+
+    `queues` are the fair queues before its endpoints, by endpoint.
+    """
     registry = CollectorRegistry()
-    registry.register(_NodeCollector(node, now))
+    registry.register(_NodeCollector(node, now, queues or {}))
     return generate_latest(registry)
 
 
@@ -150,6 +183,32 @@ def _gauges(stats: NodeStats) -> Iterator[Metric]:
     flights = GaugeMetricFamily("prefixroute_in_flight", "Decisions without a final outcome.", labels=["node"])
     flights.add_metric([stats.node], stats.in_flight)
     yield flights
+
+
+def _tenants(stats: NodeStats) -> Iterator[Metric]:
+    for field, text in _TENANT_SUMS.items() if stats.tenants else ():
+        name = field.removesuffix("_s") + "_seconds" if field.endswith("_s") else field
+        family = CounterMetricFamily(f"prefixroute_tenant_{name}", text, labels=["node", "tenant"])
+        for row in stats.tenants:
+            family.add_metric([stats.node, row.tenant], float(getattr(row, field)))
+        yield family
+
+
+def _queues(node: str, queues: Mapping[str, FairQueue]) -> Iterator[Metric]:
+    if not queues:
+        return
+    labels = ["node", "endpoint", "tenant"]
+    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+    for field, text in _QUEUE_GAUGES.items():
+        families[field] = GaugeMetricFamily(f"prefixroute_fair_{field}", text, labels=labels)
+    for field, text in _QUEUE_SUMS.items():
+        name = field.removesuffix("_s") + "_seconds" if field.endswith("_s") else field
+        families[field] = CounterMetricFamily(f"prefixroute_fair_{name}", text, labels=labels)
+    for endpoint, queue in queues.items():
+        for row in queue.stats():
+            for field, family in families.items():
+                family.add_metric([node, endpoint, row.tenant], float(getattr(row, field)))
+    yield from families.values()
 
 
 def _flag(row: EndpointStats) -> str:

@@ -51,6 +51,7 @@ from .residency import Residency
 from .router import Flight, Hooks, Router
 from .settings import NodeSettings
 from .standing import Standing
+from .tallies import Tallies
 from .upkeep import Upkeep
 from .zones import Gate
 
@@ -104,6 +105,7 @@ class Node:
             Gate(self.settings.zone, self.settings.zones, self.counters) if self.settings.zone else None,
         )
         self._index, self._fleet = self._router.index, self._router.fleet
+        self._tallies = Tallies()
         self._upkeep = Upkeep(self._index)
         self._gossip = Gossip(
             node, domain, self.settings, rng, now, self._events.append, self.counters, self._index_replica
@@ -205,6 +207,8 @@ class Node:
         self._follow_copies(now)
         self._fleet.refresh_all(now)
         self._router.expire(now)
+        if self._tallies.open:
+            self._tallies.forget(self._router.flights)
 
     def events(self) -> list[NodeEvent]:
         """Return and forget what there is to tell; at most `MAX_EVENTS` are kept."""
@@ -289,12 +293,14 @@ class Node:
         contents: Sequence[ContentSpan] = (),
         forwarded: bool = False,
         budget_s: float = inf,
+        tenant: str = "",
     ) -> Decision:
         """Decide who serves a prompt: tokens, or a chain made by `chain`. Books the expected work at the target.
 
         With `forwarded`, as for a request that another node sent here, only local endpoints are considered. Give the
-        `budget_s` of that node's decision where it came along: a prompt that would take longer is `declined`. Raises
-        `UsageError` when tokens cannot be used, or when no endpoint at all is known.
+        `budget_s` of that node's decision where it came along: a prompt that would take longer is `declined`. `tenant`
+        says whom to count it for (`NodeStats.tenants`); what keeps tenants apart is the namespace. Raises `UsageError`
+        when tokens cannot be used, or when no endpoint at all is known.
         """
         if not isinstance(prompt, TokenChain):
             prompt = self.chain(prompt, namespace=namespace, contents=contents)
@@ -303,6 +309,8 @@ class Node:
         elif prompt.spec != self._spec:
             raise UsageError("this chain was prepared by a node of another domain")
         decision = self._router.route(prompt, forwarded, now, budget_s)
+        if tenant:
+            self._tallies.decided(tenant, decision, forwarded)
         if decision.local and decision.matched_tokens and not decision.declined:
             depth = next(c.depth for c in decision.candidates if c.endpoint == decision.target)
             self._locals[decision.target].residency.forest.use(prompt, depth, now)
@@ -342,14 +350,10 @@ class Node:
         ]
         peers = {peer.node: peer.state for peer in self._gossip.peers.values()}
         return NodeStats(
-            self.node,
-            tuple(rows),
-            peers,
-            len(self._index),
-            len(self._router.flights),
-            dict(self.counters),
+            *(self.node, tuple(rows), peers, len(self._index), len(self._router.flights), dict(self.counters)),
             zone=self.settings.zone,
             round_trips=round_trips(self._gossip.peers.values(), self._gossip.copies.values()),
+            tenants=self._tallies.stats(),
         )
 
     # --- upkeep --------------------------------------------------------------------------------------------
@@ -368,6 +372,9 @@ class Node:
 
     def _learn(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """A request was served: by a local endpoint, its engine's speed and cache show."""
+        if self._tallies.open:
+            weighed = next(c for c in flight.decision.candidates if c.endpoint == standing.name)
+            self._tallies.served(flight.decision, standing.local, weighed.matched_tokens, outcome)
         local = self._locals.get(standing.name)
         if local is None:
             flight.chain.remember()

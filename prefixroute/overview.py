@@ -10,6 +10,7 @@ from .codec import Keys
 from .copies import Copy, Peer, owner_of
 from .endpoint import LocalEndpoint
 from .standing import Standing
+from .tallies import TenantStats
 
 
 class EndpointStats(NamedTuple):
@@ -52,7 +53,10 @@ class RoundTrip(NamedTuple):
 
 
 class NodeStats(NamedTuple):
-    """A node's view at one moment. `zone` is its own label, `round_trips` are those to its peers."""
+    """A node's view at one moment.
+
+    `zone` is its own label, `round_trips` are those to its peers, `tenants` those that `Node.route` was told.
+    """
 
     node: str
     endpoints: tuple[EndpointStats, ...]
@@ -62,6 +66,7 @@ class NodeStats(NamedTuple):
     counters: dict[str, int]
     zone: str = ""
     round_trips: tuple[RoundTrip, ...] = ()
+    tenants: tuple[TenantStats, ...] = ()
 
 
 class Digest(NamedTuple):

@@ -18,6 +18,7 @@ from prefixroute_lan4.config import EngineConfig as SidecarEngine
 from prefixroute_lan4.doctor import examine
 from prefixroute_lan4.doctor_findings import Finding
 from prefixroute_lan4.sidecar import Sidecar
+from prefixroute_lan4.tenancy import TenantsConfig
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prefixroute.emulator import EmulatedEngine
@@ -40,6 +41,8 @@ class Spoilt:
     body: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     mtu: int | None = None
     deaf: bool = False
+    tenants: TenantsConfig | None = None
+    """Of both nodes: no fault."""
 
     @property
     def estranged(self) -> bool:
@@ -110,6 +113,7 @@ async def _node(
             peers=tuple(
                 PeerConfig(node=peer, gossip=Address(port=port)) for peer, port in ports.items() if peer != name
             ),
+            tenants=spoilt.tenants,
         )
     )
     await stack.enter_async_context(sidecar.running())
@@ -143,7 +147,7 @@ async def fleet(folder: Path, spoilt: Spoilt) -> AsyncIterator[Fleet]:
     """Two nodes, the second one spoilt, acquainted if they can be."""
     ports = {"node-1": udp_port(), "node-2": udp_port()}
     async with contextlib.AsyncExitStack() as stack:
-        one = await _node(stack, "node-1", ports, folder, Spoilt())
+        one = await _node(stack, "node-1", ports, folder, Spoilt(tenants=spoilt.tenants))
         two = await _node(stack, "node-2", ports, folder, spoilt)
         if not spoilt.estranged:
             await until(lambda: bool(one.node.endpoint_url("node-2/0") and two.node.endpoint_url("node-1/0")))

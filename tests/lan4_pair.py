@@ -28,11 +28,13 @@ from prefixroute_lan4.config import (
 )
 from prefixroute_lan4.config import EngineConfig as SidecarEngine
 from prefixroute_lan4.sidecar import Sidecar
+from prefixroute_lan4.tenancy import TenantsConfig
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prefixroute.chain import wire_key
 from prefixroute.emulator import Answer, EmulatedEngine, EngineConfig, KvEventsConfig, ServiceModel
 from prefixroute.emulator.tokenizer import encode
+from prefixroute.events import DEFAULT_NAMESPACE, Namespace
 
 MODEL = "m"
 DEADLINE_S = 60.0
@@ -182,14 +184,14 @@ class Pair:
         assert (await self.client.post(f"{self.two.url}/v1/completions", json=body, headers=hop)).status_code == 200
         await self.known(PREFIX)
 
-    async def known(self, prompt: str) -> None:
+    async def known(self, prompt: str, namespace: Namespace = DEFAULT_NAMESPACE) -> None:
         """Wait until node 1 knows that node 2 holds `prompt` and is free again; a decision would leave traces.
 
         What is held may be known first: it is promised when its prefill begins.
         """
         node, theirs = self.one.sidecar.node, self.two.sidecar.engine.endpoints
         now = self.one.sidecar.driver.now
-        chain = node.chain(encode(prompt))
+        chain = node.chain(encode(prompt), namespace=namespace)
         whole = wire_key(chain.key(chain.depth))
 
         def told() -> bool:
@@ -235,6 +237,7 @@ async def start_node(
     patience_s: float = 0.5,
     secret: str = "",
     zones: tuple[ZoneRuleConfig, ...] = (),
+    tenants: TenantsConfig | None = None,
 ) -> NodeUnderTest:
     """An engine, its sidecar, and both their servers, until the stack ends."""
     engine, app = await make_engine(stack, name, folder)
@@ -267,6 +270,7 @@ async def start_node(
             timeouts=TimeoutConfig(connect_s=1.0, stream_s=patience_s, whole_s=patience_s),
             zone={"node-1": "eu", "node-2": "us"}[name] if zones else "",
             zones=zones,
+            tenants=tenants,
         )
     )
     await stack.enter_async_context(sidecar.running())
@@ -288,6 +292,7 @@ def run_pair(
     patience_s: float = 0.5,
     secret: str = "",
     zones: tuple[ZoneRuleConfig, ...] = (),
+    tenants: TenantsConfig | None = None,
 ) -> None:
     """Run `test` against two acquainted nodes; `kind` and `make_engine` are the second one's.
 
@@ -299,7 +304,7 @@ def run_pair(
     async def main() -> None:
         ports = {"node-1": udp_port(), "node-2": udp_port()}
         async with contextlib.AsyncExitStack() as stack:
-            more: dict[str, Any] = {"patience_s": patience_s, "secret": secret, "zones": zones}
+            more: dict[str, Any] = {"patience_s": patience_s, "secret": secret, "zones": zones, "tenants": tenants}
             one = await start_node(stack, "node-1", ports, folder, policy, **more)
             two = await start_node(stack, "node-2", ports, folder, policy, kind, make_engine, **more)
             await until(lambda: bool(one.sidecar.node.endpoint_url("node-2/0")))

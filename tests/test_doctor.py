@@ -19,10 +19,12 @@ from msgspec import structs
 from prefixroute_lan4.config import Address, DomainConfig, EngineConfig, SidecarConfig, dump_config
 from prefixroute_lan4.doctor import check_packages, examine
 from prefixroute_lan4.doctor_engine import EngineFacts, check_engine, check_events, read_facts
-from prefixroute_lan4.doctor_findings import FAULT, OK, WARNING, Answer, Asker, Finding, failed
+from prefixroute_lan4.doctor_findings import FAULT, OK, WARNING, Answer, Asker, Finding, Visit, failed
 from prefixroute_lan4.doctor_host import Echo, WallClock
 from prefixroute_lan4.doctor_listen import Listener
+from prefixroute_lan4.doctor_peers import check_tenancy
 from prefixroute_lan4.doctor_probe import Served, judge_hits, judge_stream
+from prefixroute_lan4.tenancy import TenantsConfig
 from prefixroute_zmq import EventSource
 
 from prefixroute import BlocksStored, Domain, EngineBatch
@@ -138,6 +140,47 @@ def test_a_salt_that_somebody_drops_behind_the_sidecar(tmp_path: Path) -> None:
 
     told = only(findings_of(tmp_path, Spoilt(body=plain)), "salt")
     assert "tenants share a cache" in told.what
+
+
+def test_tenants_that_are_told_apart_raise_no_alarm_and_a_dropped_salt_does(tmp_path: Path) -> None:
+    def plain(body: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in body.items() if name != "cache_salt"}
+
+    tenants = TenantsConfig(header="x-tenant", required=True)
+    findings = findings_of(tmp_path, Spoilt(tenants=tenants))
+    assert [finding for finding in findings if finding.state != OK] == []
+    assert "another tenant shares nothing" in str(findings)
+    found = faults(findings_of(tmp_path, Spoilt(tenants=tenants, body=plain)))
+    assert {finding.node for finding in found} == {"node-2"}
+    assert any("tenants share a cache" in f"{finding.what}{finding.fix}" for finding in found), found
+
+
+def test_tenants_that_differ_between_nodes_are_found() -> None:
+    def visit(node: str, tenants: TenantsConfig | None) -> Visit:
+        place = Address(port=1)
+        config = SidecarConfig(
+            node=node,
+            http=place,
+            gossip=place,
+            engine=EngineConfig(url="http://e"),
+            domain=DomainConfig(model="m", tokenizer="t", secret="s"),
+            tenants=tenants,
+        )
+        return Visit(node, "http://n", config, {}, {})
+
+    def differing(one: TenantsConfig | None, two: TenantsConfig | None) -> list[tuple[str, str]]:
+        return [(found.state, found.what) for found in check_tenancy(visit("a", one), [visit("b", two)])]
+
+    plain = TenantsConfig(header="x-tenant", groups={"g": ("x", "y")})
+    assert differing(plain, TenantsConfig(header="X-Tenant", groups={"g": ("y", "x")}, window_s=1)) == [
+        (OK, "told apart as at a")
+    ]
+    assert differing(plain, TenantsConfig(header="x-tenant", required=True)) == [
+        (FAULT, "tenants differ from a's in groups, required")
+    ]
+    for pair in ((plain, None), (None, plain)):
+        assert [state for state, _ in differing(*pair)] == [FAULT]
+    assert differing(None, None) == check_tenancy(visit("a", plain), [visit("b", None)._replace(config=None)])[1:] == []
 
 
 def test_a_path_too_narrow_for_gossip(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ CORE = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem not in EDG
 DESIGNED = "errors events burst domain chain changes edge tree forest anchors reblock residency digest replica"
 DESIGNED += " transfer gossip index load fleet policy decision router history endpoint node"
 DESIGNED += " spans groups promises accuracy overview report standing settings"
+DESIGNED += " tenants fairness tallies"
 
 FORBIDDEN = {
     "clocks": {"time", "datetime", "sched"},

@@ -10,6 +10,7 @@ _SUBJECTS = (
     Subject("grid", "all policies over fleets, workloads, caches, gossip, loads and delays, against no routing"),
     Subject("gateways", "stateless gateways in front of many endpoints: what gossip between them is worth"),
     Subject("stress", "the default rule where the grid does not go: wrong settings, slow nodes, losses, crashes, lies"),
+    Subject("tenants", "a greedy tenant beside light ones, with and without the fairness guard"),
     Subject("place", "blocks of a model over many servers: our placements and chains against the baseline"),
     Subject(
         "prefill",

@@ -83,9 +83,8 @@ class BlockCache:
         if hit >= len(blocks):
             return Admission(cached, None)
         removed = self._evict(now)
-        stored = BlocksStored(
-            blocks[hit:], blocks[hit - 1] if hit else None, prompt.tokens[hit * size : len(blocks) * size], size
-        )
+        above, tokens = blocks[hit - 1] if hit else None, prompt.tokens[hit * size : len(blocks) * size]
+        stored = BlocksStored(blocks[hit:], above, tokens, size, namespace=prompt.chain.namespace)
         events = (BlocksRemoved(tuple(removed)), stored) if removed else (stored,)
         return Admission(cached, EngineBatch(events))
 

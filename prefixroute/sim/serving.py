@@ -373,15 +373,19 @@ class Gossiping(Bare):
 
     # --- requests ------------------------------------------------------------------------------------------
 
+    def decide(self, i: int, job: Job, now: float, **how: Any) -> Decision:
+        """Ask a node where a request goes."""
+        return self.nodes[i].route(job.arrival.prompt.chain, now, **how)
+
     def route(self, job: Job, now: float) -> int:
         """Ask the origin's node."""
-        job.decision = self.nodes[job.origin].route(job.arrival.prompt.chain, now)
+        job.decision = self.decide(job.origin, job, now)
         return self._target[job.decision.target]
 
     def accept(self, attempt: Attempt, now: float) -> bool:
         """Ask the target's node, which serves what was forwarded, or hands it back."""
-        i, chain = attempt.target, attempt.job.arrival.prompt.chain
-        attempt.decision = decision = self.nodes[i].route(chain, now, forwarded=True, budget_s=attempt.budget_s)
+        i = attempt.target
+        attempt.decision = decision = self.decide(i, attempt.job, now, forwarded=True, budget_s=attempt.budget_s)
         if decision.declined:
             self.served.counts["declined"] += 1
             outcome = Outcome.declined(self.nodes[i].load(self.endpoints[i], now), decision.matched_tokens)

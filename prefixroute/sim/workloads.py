@@ -141,7 +141,8 @@ def simulated_domain(block_tokens: int = 16) -> Domain:
     return Domain("simulated", "simulated", block_size=block_tokens)
 
 
-def _words(seed: Sequence[int], n: int) -> bytes:
+def random_words(seed: Sequence[int], n: int) -> bytes:
+    """Return `n` tokens, packed, that follow from a seed."""
     generator = np.random.default_rng([abs(part) for part in seed])
     return generator.integers(0, _VOCABULARY, n, dtype=np.uint32).astype("<u4").tobytes()
 
@@ -156,8 +157,8 @@ def _with_prompts(
     name: str, drawn: Sequence[Skeleton], seed: int, domain: Domain, tail_tokens: int, cache_tails: bool
 ) -> Trace:
     lengths = prefix_lengths()
-    prefixes = [_words((1, topic), n) for topic, n in enumerate(lengths)]
-    tails = _words((2, seed), tail_tokens * len(drawn))
+    prefixes = [random_words((1, topic), n) for topic, n in enumerate(lengths)]
+    tails = random_words((2, seed), tail_tokens * len(drawn))
     shared = [n // domain.block_size for n in lengths]
     blocks: dict[int, tuple[int, ...]] = {}
     arrivals = []
@@ -197,7 +198,7 @@ AGENTIC = SessionShape(AGENT_TOOLS, AGENT_TOKENS, AGENT_TURNS, AGENT_SESSIONS)
 def session_arrivals(name: str, shape: SessionShape, requests: int, origins: int, seed: int, domain: Domain) -> Trace:
     """Turns of sessions, each at a random origin, with all that was said before in front. `topic` is the session."""
     rng = random.Random(f"{seed}/{name}")
-    fronts = [_words((3, i, shape.front_tokens), shape.front_tokens) for i in range(shape.fronts)]
+    fronts = [random_words((3, i, shape.front_tokens), shape.front_tokens) for i in range(shape.fronts)]
     told: list[bytes] = []
     running: list[int] = []
     arrivals, at, distinct = [], 0.0, sum(len(front) for front in fronts) // 4
@@ -216,7 +217,7 @@ def session_arrivals(name: str, shape: SessionShape, requests: int, origins: int
         low, high = shape.turn_tokens
         turn = min(max(int(rng.lognormvariate(*shape.turn_log)), low), high)
         distinct += turn
-        told[session] += _words((4, seed, i), turn)
+        told[session] += random_words((4, seed, i), turn)
         arrivals.append(Arrival(at, origin, session, _prompt(domain, told[session], shared, None)))
         if rng.random() < 1 / shape.turns:
             told[session] = b""
@@ -228,7 +229,7 @@ def short_prompts(requests: int, origins: int, seed: int, tokens: int = 12) -> T
     """Prompts without a single whole block, all different, at random origins with rate 1."""
     domain = simulated_domain()
     drawn = topic_arrivals(0.0, requests, origins, seed)
-    prompts = [_prompt(domain, _words((6, seed, i), tokens), 0, None) for i in range(requests)]
+    prompts = [_prompt(domain, random_words((6, seed, i), tokens), 0, None) for i in range(requests)]
     return Trace("short", tuple(Arrival(s.at, s.origin, i, prompts[i]) for i, s in enumerate(drawn)), tokens, domain)
 
 
@@ -256,7 +257,7 @@ def read_mooncake(path: Path, requests: int, origins: int, seed: int, skip: int 
     seen: set[int] = set()
     arrivals = []
     for at, n, ids in parsed:
-        packed = b"".join(words.get(i) or words.setdefault(i, _words((5, i), TRACE_BLOCK)) for i in ids)[: 4 * n]
+        packed = b"".join(words.get(i) or words.setdefault(i, random_words((5, i), TRACE_BLOCK)) for i in ids)[: 4 * n]
         shared = next((k for k, i in enumerate(ids) if i not in seen), len(ids))
         seen.update(ids)
         prompt = _prompt(domain, packed, min(shared, n // TRACE_BLOCK), None)

@@ -17,6 +17,8 @@ from prefixroute import Domain, NodeSettings, PushBackSettings, ZoneRule, Zones,
 from prefixroute.errors import UsageError
 from prefixroute.policy import Policy
 
+from .tenancy import TenantsConfig, check_tenants
+
 DEFAULT_POLICY = "default"
 POLICIES = (DEFAULT_POLICY, *policy.POLICIES)
 """Words for `SidecarConfig.policy`."""
@@ -160,6 +162,7 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
     peers: tuple[PeerConfig, ...] = ()
     learn_peers: bool = False
     policy: str = "default"
+    tenants: TenantsConfig | None = None
     url: str = ""
     timeouts: TimeoutConfig = TimeoutConfig()
     push_back: PushBackConfig = PushBackConfig()
@@ -176,6 +179,12 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if self.node in {peer.node for peer in self.peers}:
             raise ValueError(f"{self.node!r} is listed among its own peers")
+        check_tenants(self.prefix_domain, self.tenants)
+
+    @property
+    def tells_tenants(self) -> bool:
+        """Whether requests are told apart by a tenant that their caller names."""
+        return self.tenants is not None and bool(self.tenants.header)
 
     @property
     def public_url(self) -> str:

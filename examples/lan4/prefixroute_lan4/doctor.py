@@ -25,7 +25,15 @@ from prefixroute.errors import UsageError
 from .config import SidecarConfig, load_config
 from .doctor_engine import check_engine, check_events, read_facts
 from .doctor_findings import FAULT, OK, WARNING, Asker, Finding, Visit, failed, fault, visit
-from .doctor_peers import check_clock, check_domains, check_models, check_tokenizers, check_udp, same_secret
+from .doctor_peers import (
+    check_clock,
+    check_domains,
+    check_models,
+    check_tenancy,
+    check_tokenizers,
+    check_udp,
+    same_secret,
+)
 from .doctor_probe import check_predictions
 
 HERE: Final = "here"
@@ -82,6 +90,8 @@ async def examine(configs: Sequence[SidecarConfig], client: httpx.AsyncClient, p
     first, others = able[0], able[1:]
     models = {one.node: _model(one) for one in able}
     found += check_domains(first, others, challenge)
+    given = [one for one in able if one.config is not None]
+    found += check_tenancy(given[0], given[1:]) if given else []
     if others:
         read = await check_tokenizers(ask, first, others, models)
         found += read

@@ -12,6 +12,7 @@ from typing import Final
 
 from .doctor_findings import OK, WARNING, Asker, Finding, Visit, fault
 from .doctor_host import MIN_BYTES, check, readable
+from .doctor_probe import caller_of
 from .exchange import HOP_HEADER
 
 PROBE_TEXT: Final = (
@@ -44,6 +45,31 @@ def check_domains(first: Visit, others: Sequence[Visit], challenge: str) -> list
             Finding(OK, other.node, "domain", f"equal to {first.node}'s in every field and the secret")
         ]
     return found
+
+
+def check_tenancy(first: Visit, others: Sequence[Visit]) -> list[Finding]:
+    """Whether the configurations that were given tell tenants apart alike; nothing is said where none does."""
+    found, ours = [], _tenancy(first)
+    for other in others:
+        theirs = _tenancy(other)
+        differing = [name for name in (ours or theirs or {}) if (ours or {}).get(name) != (theirs or {}).get(name)]
+        if differing:
+            what = f"tenants differ from {first.node}'s in {', '.join(differing)}"
+            fix = "make `tenants` equal on all nodes: what differs is cached apart, or shared against your will"
+            found.append(fault(other.node, "tenants", what, fix))
+        elif ours:
+            found.append(Finding(OK, other.node, "tenants", f"told apart as at {first.node}"))
+    return found
+
+
+def _tenancy(visit: Visit) -> dict[str, object] | None:
+    """What decides who shares with whom; None where that is not known."""
+    tenants = visit.config.tenants if visit.config is not None else None
+    if tenants is None:
+        return None
+    groups = {name: sorted(members) for name, members in tenants.groups.items()}
+    header = tenants.header.lower()
+    return {"header": header, "groups": groups, "body_salt": tenants.body_salt, "required": tenants.required}
 
 
 def same_secret(one: Visit, other: Visit) -> bool:
@@ -155,7 +181,7 @@ async def _answers(ask: Asker, visit: Visit, model: str) -> list[str] | None:
     texts = []
     for prompt in PROMPTS:
         body = {"model": model, "prompt": prompt, "max_tokens": _ANSWER_TOKENS, "temperature": 0}
-        answer = await ask.post(f"{visit.url}/v1/completions", body, [(HOP_HEADER, "1")])
+        answer = await ask.post(f"{visit.url}/v1/completions", body, [(HOP_HEADER, "1"), *caller_of(visit)])
         try:
             text = answer.body["choices"][0]["text"]
         except (LookupError, TypeError):

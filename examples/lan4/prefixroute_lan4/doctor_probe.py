@@ -1,9 +1,10 @@
-"""Does the node foresee what its engine reuses: one fresh prompt twice, and once more under another salt.
+"""Does the node foresee what its engine reuses: one fresh prompt twice, and once more for another tenant, or salt.
 
 Rules:
 1. A probe is a text that nobody has sent before. It is served where it lands, by this node's own engine.
 2. The stream is listened to beside the sidecar (`doctor_listen`). Where it cannot be heard from here, what the sidecar
    predicts has to do.
+3. Where tenants are told apart the doctor is the trusted caller: its probes are of two tenants of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from prefixroute import EVERYBODY, Tenants
 from prefixroute.events import FULL_ATTENTION_KINDS
 
 from .config import EngineConfig
@@ -25,6 +27,9 @@ from .exchange import HOP_HEADER, MATCHED_HEADER
 _PROBE_TOKENS: Final = 512
 _PROBE_BLOCKS: Final = 4
 _POLL_S: Final = 0.02
+TENANT: Final = "prefixroute-doctor"
+"""Whom the doctor asks for, where tenants are told apart."""
+_OTHER_TENANT: Final = "prefixroute-doctor-2"
 
 
 class Served(NamedTuple):
@@ -60,12 +65,28 @@ async def check_predictions(
             heard = bool(listener.stored(tokens))
         second = await _serve(ask, visit, model, text)
         # Before the salted probe: it is of the same tokens.
-        stream = judge_stream(visit.node, facts, listener, tokens, heard) if hears else []
-        other = await _serve(ask, visit, model, text, salt=secrets.token_hex(8))
+        salted = _salt_of(visit)
+        stream = judge_stream(visit.node, facts, listener, tokens, heard, salted) if hears else []
+        salt = "" if caller_of(visit) else secrets.token_hex(8)
+        other = await _serve(ask, visit, model, text, salt, _OTHER_TENANT)
     found = judge_hits(visit.node, config, facts, second, max(block, facts.block_size))
     if second.cached:
-        found += [*stream, *_judge_salt(visit.node, other)]
+        found += [*stream, *_judge_salt(visit, other)]
     return found
+
+
+def caller_of(visit: Visit, tenant: str = TENANT) -> list[tuple[str, str]]:
+    """The headers of a tenant's trusted caller; none where tenants are not told apart."""
+    tenants = visit.config.tenants if visit.config is not None else None
+    return [(tenants.header, tenant)] if tenants is not None and tenants.header else []
+
+
+def _salt_of(visit: Visit) -> str:
+    """What the engine is to cache the doctor's prompts under."""
+    config = visit.config
+    if config is None or config.tenants is None or not config.tenants.header:
+        return ""
+    return Tenants(config.prefix_domain, config.tenants.groups).namespace(TENANT).salt
 
 
 async def _fresh(ask: Asker, config: EngineConfig, model: str, facts: EngineFacts) -> tuple[str, list[int]]:
@@ -83,10 +104,10 @@ async def _fresh(ask: Asker, config: EngineConfig, model: str, facts: EngineFact
         words //= 2
 
 
-async def _serve(ask: Asker, visit: Visit, model: str, text: str, salt: str = "") -> Served:
+async def _serve(ask: Asker, visit: Visit, model: str, text: str, salt: str = "", tenant: str = TENANT) -> Served:
     body = {"model": model, "prompt": text, "max_tokens": 1, "temperature": 0}
     body |= {"cache_salt": salt} if salt else {}
-    answer = await ask.post(f"{visit.url}/v1/completions", body, [(HOP_HEADER, "1")])
+    answer = await ask.post(f"{visit.url}/v1/completions", body, [(HOP_HEADER, "1"), *caller_of(visit, tenant)])
     matched = answer.headers.get(MATCHED_HEADER, "")
     details: Any = answer.body.get("usage")
     details = details.get("prompt_tokens_details") if isinstance(details, dict) else None
@@ -132,9 +153,9 @@ def judge_hits(node: str, config: EngineConfig, facts: EngineFacts, second: Serv
 
 
 def judge_stream(
-    node: str, facts: EngineFacts, listener: Listener, tokens: Sequence[int], heard: bool
+    node: str, facts: EngineFacts, listener: Listener, tokens: Sequence[int], heard: bool, salt: str = ""
 ) -> list[Finding]:
-    """Judge what was stored of a prompt that the engine cached; `heard` if anything of it was."""
+    """Judge what was stored of a prompt that the engine cached under `salt`; `heard` if anything of it was."""
     if not heard:
         if not listener.roots:
             what = "no event came of a prompt that the engine cached"
@@ -143,7 +164,11 @@ def judge_stream(
         return [fault(node, "tokenizer", what, "serve prompts and /tokenize from the same engine and tokenizer")]
     found = []
     for event in listener.stored(tokens):
-        if event.namespace.salt:
+        if salt and event.namespace.salt != salt:
+            what = "the engine caches a tenant's prompts under another salt than the sidecar's"
+            fix = "let cache_salt through to the engine, or use one that knows it: tenants share a cache"
+            found.append(fault(node, "salt", what, fix))
+        elif event.namespace.salt != salt:
             what = "the engine salts prompts that were sent without a salt: what it caches is never matched"
             fix = "send cache_salt through the sidecar: no gateway between sidecar and engine may add it"
             found.append(fault(node, "salt", what, fix))
@@ -163,10 +188,14 @@ def judge_stream(
     return list(dict.fromkeys(found)) or [Finding(OK, node, "block size", "events, blocks and hashes agree")]
 
 
-def _judge_salt(node: str, other: Served) -> list[Finding]:
+def _judge_salt(visit: Visit, other: Served) -> list[Finding]:
+    node, tenants = visit.node, visit.config.tenants if visit.config is not None else None
+    if tenants is not None and EVERYBODY in tenants.groups:
+        return [Finding(OK, node, "salt", "all tenants share a cache, as the configuration says")]
     if not other.answer.good or other.cached is None:
         return [Finding(WARNING, node, "salt", "the engine refused cache_salt", "tenants cannot be kept apart here")]
+    whose = "tenant" if caller_of(visit) else "cache_salt"
     if other.cached:
-        what = f"under another cache_salt {other.cached} tokens were cached all the same: tenants share a cache"
+        what = f"under another {whose} {other.cached} tokens were cached all the same: tenants share a cache"
         return [fault(node, "salt", what, "let cache_salt through to the engine, or use one that knows it")]
-    return [Finding(OK, node, "salt", "another cache_salt shares nothing")]
+    return [Finding(OK, node, "salt", f"another {whose} shares nothing")]

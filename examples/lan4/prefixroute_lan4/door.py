@@ -32,9 +32,9 @@ class Reply(NamedTuple):
     headers: tuple[tuple[str, str], ...] = ()
 
 
-def error_reply(status: int, message: str) -> Reply:
+def error_reply(status: int, message: str, kind: str = "upstream_error") -> Reply:
     """An error in the shape that OpenAI's clients expect."""
-    body = {"error": {"message": message, "type": "upstream_error", "code": status}}
+    body = {"error": {"message": message, "type": kind, "code": status}}
     return Reply(status, msgspec.json.encode(body))
 
 

@@ -38,9 +38,11 @@ from prefixroute import Decision, LoadReport, Node, Outcome, OutcomeKind
 
 from . import client
 from .attach import Attachment
+from .callers import TENANT_HEADER, Callers
 from .carried import TOKENS_HEADER, Carrier
 from .config import TimeoutConfig
 from .door import Reply, begin_reply, error_reply, send_piece, send_reply
+from .gate import Gate, Turn
 from .kinds import without_rank
 from .sse import Diverged, StreamLedger, UpstreamBroke
 from .upstream import (
@@ -69,7 +71,7 @@ _KEPT_REPLY_HEADERS = ("x-request-id", "retry-after")
 class Site:
     """What all exchanges of a sidecar share: the node, its clock, the local engine, and how to reach others.
 
-    `readers` are the peers that read the tokens that a forward carries.
+    `readers` are the peers that read the tokens that a forward carries. `gate` is None where tenants take no turns.
     """
 
     node: Node
@@ -78,6 +80,8 @@ class Site:
     engine: Attachment
     timeouts: TimeoutConfig
     carrier: Carrier
+    callers: Callers
+    gate: Gate | None = None
     readers: set[str] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -92,7 +96,10 @@ class Site:
 
 
 class Call(NamedTuple):
-    """A client's request as it is sent on. `forwarded`: it came from a peer; `tokens`: what no peer need read again."""
+    """A client's request as it is sent on. `forwarded`: it came from a peer; `tokens`: what no peer need read again.
+
+    `tenant` and `salt` are its caller's, "" for none: peers are told, since the body is salted already.
+    """
 
     path: str
     body: bytes
@@ -100,6 +107,8 @@ class Call(NamedTuple):
     streamed: bool
     forwarded: bool
     tokens: array[int] | None
+    tenant: str = ""
+    salt: str = ""
 
 
 class Exchange:
@@ -113,6 +122,7 @@ class Exchange:
         self._ttft_s: float | None = None
         self._target: str | None = decision.target
         self._budget_s = decision.budget_s
+        self._turn: Turn | None = None
         self._settled = False
 
     async def respond(self, send: Send) -> None:
@@ -171,12 +181,16 @@ class Exchange:
         site, call, connect_s = self._site, self._call, self._site.timeouts.connect_s
         if target in site.endpoints:
             site.count("local")
+            await self._take_turn(target)
             aimed, body = site.engine.aimed(target, call.headers, call.body)
             return await site.client.post(site.engine.config.url, call.path, aimed, body, connect_s=connect_s)
         site.count("forwarded")
         headers, body = [*without_rank(call.headers), (HOP_HEADER, "1")], call.body
         if self._budget_s < inf:
             headers.append((BUDGET_HEADER, f"{1000 * self._budget_s:.3f}"))
+        if call.tenant or call.salt:
+            proof = site.callers.prove(call.tenant, body)
+            headers += [(TENANT_HEADER, proof)] if proof else []
         peer = target.partition("/")[0]
         if peer in site.readers:
             body, told = site.carrier.pack(body, call.tokens)
@@ -187,6 +201,18 @@ class Exchange:
         # A peer that says nothing of it may be of an older version, to which such a body is no JSON.
         (site.readers.add if TOKENS_HEADER in upstream.headers else site.readers.discard)(peer)
         return upstream
+
+    async def _take_turn(self, target: str) -> None:
+        """Wait until the local engine is to have the request; AttemptFailed when its tenant has too many waiting."""
+        site, call = self._site, self._call
+        if site.gate is None:
+            return
+        self._turn = turn = site.gate.turn(target, call.streamed)
+        turn.enter(call.tenant, self._decision, target, len(call.body))
+        if turn.full:
+            site.count("refused: queue full")
+            raise failed(Outcome.cancelled(), "too many requests of this tenant wait here", 429)
+        await turn.come()
 
     # --- streams -------------------------------------------------------------------------------------------
 
@@ -242,6 +268,8 @@ class Exchange:
     def _note_first_token(self) -> None:
         self._ttft_s = time.perf_counter() - self._began
         self._site.node.first_token(self._decision, self._site.now())
+        if self._turn is not None:
+            self._turn.first_token()
 
     # --- reports -------------------------------------------------------------------------------------------
 
@@ -269,6 +297,9 @@ class Exchange:
             self._report(Outcome.cancelled())
 
     def _report(self, outcome: Outcome) -> str | None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            turn.over(outcome)
         return self._site.node.report(self._decision, outcome, self._site.now(), endpoint=self._target)
 
     def _headers(self, answer: Answer) -> tuple[tuple[str, str], ...]:

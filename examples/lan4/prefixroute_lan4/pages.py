@@ -19,6 +19,7 @@ from prefixroute import metrics
 from prefixroute.errors import UsageError
 
 from . import doctor_host
+from .callers import TENANT_HEADER
 from .carried import TOKENS_HEADER
 from .door import JSON, error_reply, headers_of, response_of
 from .exchange import BUDGET_HEADER, HOP_HEADER
@@ -30,9 +31,12 @@ _PASSED_TIMEOUT_S = 30.0
 _DROPPED_REQUEST_HEADERS = frozenset(
     (
         *("host", "content-length", "connection", "transfer-encoding", "accept-encoding", "keep-alive"),
-        *(HOP_HEADER, BUDGET_HEADER, TOKENS_HEADER),
+        *(HOP_HEADER, BUDGET_HEADER, TOKENS_HEADER, TENANT_HEADER),
     )
 )
+
+_SAFE = frozenset(("/tokenize", "/detokenize"))
+"""What computes no prompt and may be posted where tenants are told apart, beside what empties the cache."""
 
 
 def request_headers(headers: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -71,13 +75,16 @@ class _Pages:
         explanations = [node.explain(decision) for decision in self._sidecar.explained(last)]
         if request.query_params.get("format") == "text":
             return PlainTextResponse("\n\n".join(explanation.text() for explanation in explanations) + "\n")
-        return _json({"decisions": [explanation.to_dict() for explanation in explanations]})
+        told: dict[str, object] = {"decisions": [explanation.to_dict() for explanation in explanations]}
+        if self._sidecar.queues:
+            told["fairness"] = self._sidecar.fairness()
+        return _json(told)
 
     async def stats(self, request: Request) -> Response:
         return _json(self._sidecar.stats(samples=request.query_params.get("samples") == "1"))
 
     async def metrics(self, request: Request) -> Response:
-        body = metrics.render(self._sidecar.node, self._sidecar.driver.now())
+        body = metrics.render(self._sidecar.node, self._sidecar.driver.now(), self._sidecar.queues)
         return Response(body, media_type="text/plain; version=0.0.4")
 
     async def domain(self, request: Request) -> Response:
@@ -109,6 +116,11 @@ class _Pages:
         engine = self._sidecar.engine
         path, body = request.url.path, await request.body()
         before = engine.before_call(path)
+        if self._sidecar.config.tells_tenants and not (
+            request.method in ("GET", "HEAD") or before is not None or path in _SAFE
+        ):
+            what = f"{path} is not kept apart by tenant, so it is not passed on: ask the engine itself"
+            return response_of(error_reply(403, what, "permission_error"))
         url = httpx.URL(engine.config.url + path, query=request.url.query.encode())
         headers = request_headers(headers_of(request.scope))
         try:

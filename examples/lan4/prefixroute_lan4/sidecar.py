@@ -38,18 +38,20 @@ import httpx
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from prefixroute import Decision, EndpointStats, Node
+from prefixroute import Decision, EndpointStats, FairQueue, Node
 from prefixroute.aio import Driver
 from prefixroute.errors import UsageError
 from prefixroute.events import NodeEvent
 
 from .attach import Attachment
+from .callers import UNTRUSTED_SALT, Caller, Callers, Refused
 from .carried import TOKENS_HEADER, Carrier
 from .client import KEEPALIVE_S, Client, HttpError
 from .config import SidecarConfig, load_config, make_policy
 from .doctor_host import Echo, WallClock
 from .door import Gone, body_of, error_reply, headers_of, path_of, send_reply, unless_gone
 from .exchange import BUDGET_HEADER, HOP_HEADER, Call, Exchange, Site, budget_of, declined_reply
+from .gate import Gate
 from .measure import quantile
 from .own_tokenizer import OwnTokenizer
 from .pages import pages_of, request_headers
@@ -105,8 +107,10 @@ class Sidecar:
         ):
             self.driver = driver
             self.engine.connect(self.http, driver)
-            carrier = Carrier(config.prefix_domain)
-            self._site = Site(self.node, driver.now, client, self.engine, config.timeouts, carrier)
+            domain, tenants = config.prefix_domain, config.tenants
+            gate = Gate(tenants, driver.now) if tenants is not None and tenants.header and tenants.fair else None
+            carrier, callers = Carrier(domain), Callers(domain, tenants)
+            self._site = Site(self.node, driver.now, client, self.engine, config.timeouts, carrier, callers, gate)
             self._prompts = PromptReader(self._tokenize, config.domain.model, own)
             tasks = [asyncio.create_task(work) for work in (*self.engine.work(), driver.wait())]
             for task in tasks:
@@ -138,11 +142,16 @@ class Sidecar:
         carried = self._site.carrier.unpack(body, told.get(TOKENS_HEADER) if forwarded else None)
         try:
             request = read_body(carried.body)
+            caller = self._site.callers.identify(headers, forwarded, carried.body, request)
+        except Refused as refused:
+            self._site.count("refused: tenant")
+            await send_reply(send, refused.reply)
+            return
         except ValueError as error:
             await send_reply(send, error_reply(400, str(error)))
             return
-        prompt = await self._prompts.read(request, chat, carried.tokens)
-        decision = self._decide(prompt, forwarded, budget_of(told.get(BUDGET_HEADER)))
+        prompt = await self._prompts.read(request, chat, carried.tokens, caller.salt)
+        decision = self._decide(prompt, caller, forwarded, budget_of(told.get(BUDGET_HEADER)))
         if decision.declined:
             # Of the rank that would be quickest: whichever one was asked is no better.
             load = self.node.load(decision.target, self.driver.now())
@@ -150,7 +159,8 @@ class Sidecar:
             return
         sent_on = request_headers(headers)
         carry = prompt.tokens if prompt.was_text else None  # ids are read as quickly as they are proved
-        call = Call(path_of(scope), carried.body, sent_on, bool(request.stream), forwarded, carry)
+        streamed, (tenant, body, salt, *_) = bool(request.stream), caller
+        call = Call(path_of(scope), body, sent_on, streamed, forwarded, carry, tenant, salt)
         await Exchange(self._site, call, decision).respond(send)
 
     async def _tokenize(self, body: bytes) -> bytes | None:
@@ -166,17 +176,24 @@ class Sidecar:
             return None
         return read if reply.status == 200 else None
 
-    def _decide(self, prompt: Prompt, forwarded: bool, budget_s: float) -> Decision:
+    def _decide(self, prompt: Prompt, caller: Caller, forwarded: bool, budget_s: float) -> Decision:
         # Unrouted means that nothing leaves, whatever happens: push-back and failures would else send work away.
-        stays = forwarded or self.config.policy == "none"
+        stays = forwarded or caller.stays or self.config.policy == "none"
+        gate = self._site.gate
+        if forwarded and gate is not None:
+            budget_s += gate.slack_s(caller.tenant)
         began = time.perf_counter_ns()
         decision = self.node.route(
-            prompt.tokens if prompt.tokens is not None else array("I"),
+            prompt.tokens if prompt.tokens is not None and caller.matches else array("I"),
             self.driver.now(),
             namespace=prompt.namespace,
             forwarded=stays,
             budget_s=budget_s if forwarded else inf,
+            tenant=caller.tenant,
         )
+        if caller.stays and not forwarded:
+            self._site.count("untrusted salts")
+            decision = decision._replace(reason=UNTRUSTED_SALT)
         self.driver.wake()  # what is served here is news for the others
         if not forwarded:
             self._decision_us.append((time.perf_counter_ns() - began) / 1e3)
@@ -188,6 +205,15 @@ class Sidecar:
     def explained(self, last: int) -> list[Decision]:
         """The last decisions, oldest first."""
         return list(self._explained)[-last:] if last > 0 else []
+
+    @property
+    def queues(self) -> dict[str, FairQueue]:
+        """The fair queues before the local engine, by endpoint; none where tenants take no turns."""
+        return self._site.gate.queues if self._site.gate is not None else {}
+
+    def fairness(self) -> dict[str, Any]:
+        """What waits for its turn, by endpoint, JSON-able."""
+        return self._site.gate.stats() if self._site.gate is not None else {}
 
     def stats(self, samples: bool = False) -> dict[str, Any]:
         """Everything countable, JSON-able; with `samples` every decision time instead of two quantiles only."""
@@ -207,6 +233,7 @@ class Sidecar:
             "policy": self.config.policy,
             "uptime_s": seconds,
             "requests": dict(self._site.counts),
+            "fairness": self.fairness(),
             "decisions": decisions,
             "gossip": {
                 "bytes_sent": self.transport.bytes_sent,
@@ -218,6 +245,7 @@ class Sidecar:
                 **state._asdict(),
                 "endpoints": [_endpoint(row) for row in state.endpoints],
                 "round_trips": [way._asdict() for way in state.round_trips],
+                "tenants": [row._asdict() for row in state.tenants],
             },
         }
 

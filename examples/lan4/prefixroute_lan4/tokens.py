@@ -37,12 +37,13 @@ _NONE = msgspec.Raw()
 class RequestBody(msgspec.Struct, frozen=True):
     """What a sidecar reads of a request; what is long stays as it came until somebody wants it.
 
-    Read it with `read_body`. The fields after `cache_salt` are what a prompt is made of.
+    Read it with `read_body`. The fields after `extra_key` are what a prompt is made of.
     """
 
     model: Any = None
     stream: Any = False
     cache_salt: Any = None
+    extra_key: Any = None
     prompt: msgspec.Raw = _NONE
     messages: msgspec.Raw = _NONE
     add_generation_prompt: msgspec.Raw = _NONE
@@ -53,7 +54,7 @@ class RequestBody(msgspec.Struct, frozen=True):
     tools: msgspec.Raw = _NONE
 
 
-_CHAT_FIELDS = tuple(name for name in RequestBody.__struct_fields__[4:])
+_CHAT_FIELDS = tuple(name for name in RequestBody.__struct_fields__[5:])
 _TEXT_FIELDS = ("prompt", "add_special_tokens")
 
 _read_body = msgspec.json.Decoder(RequestBody).decode
@@ -96,15 +97,18 @@ class PromptReader:
         self._memo: LRUCache[bytes, array[int]] = LRUCache(_MEMO_PROMPTS)
         self._decoder = msgspec.json.Decoder(_Tokenized)
 
-    async def read(self, request: RequestBody, chat: bool, known: array[int] | None = None) -> Prompt:
-        """The prompt of a request, whose tokens may be `known`; never raises for what a client may send."""
-        tokens = known if known is not None else await self._tokens(request, chat)
-        return Prompt(tokens, self._namespace(request), chat or _kind(request.prompt) == b'"')
+    async def read(self, request: RequestBody, chat: bool, known: array[int] | None = None, salt: str = "") -> Prompt:
+        """The prompt of a request that is cached under `salt`, whose tokens may be `known`.
 
-    def _namespace(self, request: RequestBody) -> Namespace:
-        model, salt = request.model, request.cache_salt
+        Never raises for what a client may send.
+        """
+        tokens = known if known is not None else await self._tokens(request, chat)
+        return Prompt(tokens, self._namespace(request, salt), chat or _kind(request.prompt) == b'"')
+
+    def _namespace(self, request: RequestBody, salt: str) -> Namespace:
+        model = request.model
         adapter = model if isinstance(model, str) and model != self._model else ""
-        return Namespace(lora=adapter, salt=salt if isinstance(salt, str) else "")
+        return Namespace(lora=adapter, salt=salt)
 
     async def _tokens(self, request: RequestBody, chat: bool) -> array[int] | None:
         if chat:

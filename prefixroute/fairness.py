@@ -1,0 +1,343 @@
+"""One queue in front of an engine, in which tenants take turns: nobody's locality starves another.
+
+A request whose prefix is cached costs its engine little, and a router sends it there for that very reason. So the
+tenant with the hot prefix fills the engine's queue, first come first served, and everybody behind it waits.
+
+    enter(ticket, tenant, uncached)   -> GO: hand it to the engine; HELD: a later call returns it; FULL: refuse it
+    first_token(ticket), leave(ticket) -> the tickets to hand to the engine now
+
+Rules:
+1. Local and forwarded requests enter alike, and are charged the tokens that the engine has to compute: what is cached
+   is free, so a tenant gains by its locality and pays for nobody's.
+2. The engine is given work while less than a window of charged tokens is there without a first token. So it never idles
+   while a request is held, and who waits in front of it waits a window at most; the rest is decided here.
+3. The next one is of the tenant that has had least, in tokens by weight; within a tenant, first come first served.
+   A tenant that comes back starts level with the others: neither what it used nor what it left counts for ever.
+4. No tenant fills the queue: it may hold as many requests as there are places left (dynamic threshold).
+5. Every ticket that entered leaves: served, failed, cancelled, held or not.
+
+Rule 3 is deficit round robin with the turns made as short as one request (start-time fair queueing): two tenants that
+both wait are never apart by more than a request of each, O(log tenants) a call, and a new tenant's first request is
+next, where round robin would have it wait for a quantum of everybody.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from .errors import UsageError
+
+MAX_TENANTS = 1024
+"""Tenants told apart; while so many are busy or remembered, the rest share one account."""
+
+OTHER = "other"
+"""The account of the rest."""
+
+
+class Entry(Enum):
+    """What becomes of a request that enters."""
+
+    GO = "go"
+    HELD = "held"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class FairSettings:
+    """Settings of a queue.
+
+    `window_tokens` are given to the engine ahead: the budget of one of its steps keeps it busy. `overhead_tokens` are
+    charged beside the uncached ones: a request's fixed time, in tokens. `weights` are shares by tenant, 1 unless told.
+    `max_held` bounds the requests that wait here. Raises `UsageError` for what makes no sense.
+    """
+
+    window_tokens: int = 8192
+    overhead_tokens: int = 16
+    weights: Mapping[str, float] = field(default_factory=dict)
+    max_held: int = 16384
+
+    def __post_init__(self) -> None:
+        if self.window_tokens < 1 or self.overhead_tokens < 1 or self.max_held < 2:
+            raise UsageError("a fair queue needs window_tokens >= 1, overhead_tokens >= 1 and max_held >= 2")
+        for tenant, weight in self.weights.items():
+            if not 0 < weight < inf:
+                raise UsageError(f"the weight of {tenant!r} must be above 0, not {weight!r}")
+
+
+class FairStats(NamedTuple):
+    """A tenant's account.
+
+    `held` wait here, `released` went to the engine, charged `tokens` in all; `waited_s` is the sum of their waits here.
+    `refused` found the queue full. `deficit_tokens` is what the tenant lacks of its fair share: 0 for who is next,
+    below 0 for who had more.
+    """
+
+    tenant: str
+    held: int
+    held_tokens: int
+    deficit_tokens: float
+    released: int
+    tokens: int
+    waited_s: float
+    refused: int
+
+
+class _Account:
+    __slots__ = ("finish", "held", "held_tokens", "name", "open", "refused", "released", "stamp", "tokens", "waited_s")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.held: OrderedDict[Hashable, _Request] = OrderedDict()
+        self.held_tokens = 0
+        self.open = 0
+        """Requests that entered and did not leave."""
+        self.finish = 0.0
+        """Tokens by weight that it has had, on the clock that all accounts share."""
+        self.stamp = 0
+        self.released = 0
+        self.tokens = 0
+        self.waited_s = 0.0
+        self.refused = 0
+
+
+class _Request:
+    __slots__ = ("account", "charge", "entered_at", "released", "ticket", "waiting", "weight")
+
+    def __init__(self, ticket: Hashable, account: _Account, charge: int, weight: float, now: float) -> None:
+        self.ticket = ticket
+        self.account = account
+        self.charge = charge
+        self.weight = weight
+        self.entered_at = now
+        self.waiting = True
+        """Held, or given to the engine and without a first token."""
+        self.released = False
+
+
+class FairQueue:
+    """The queue of one engine. All calls are O(log tenants) amortised; `stats` and `_check` look at everything."""
+
+    __slots__ = (
+        "_accounts",
+        "_ahead",
+        "_clock",
+        "_held",
+        "_last",
+        "_order",
+        "_requests",
+        "_turns",
+        "_window",
+        "settings",
+    )
+
+    def __init__(self, settings: FairSettings | None = None) -> None:
+        self.settings = settings or FairSettings()
+        self._window = self.settings.window_tokens
+        self._accounts: OrderedDict[str, _Account] = OrderedDict()
+        self._requests: dict[Hashable, _Request] = {}
+        self._turns: list[tuple[float, int, int, _Account]] = []
+        """(start, order, stamp, account) of each that holds requests; those with an older stamp are void."""
+        self._order = 0
+        self._clock = 0.0
+        """Where the latest turn began, in tokens by weight."""
+        self._last = 0.0
+        """The furthest that any account has come."""
+        self._held = 0
+        self._ahead = 0
+
+    @property
+    def held(self) -> int:
+        """Requests that wait here."""
+        return self._held
+
+    @property
+    def ahead_tokens(self) -> int:
+        """Charged tokens that the engine has and that are without a first token."""
+        return self._ahead
+
+    @property
+    def window_tokens(self) -> int:
+        """The window now."""
+        return self._window
+
+    def resize(self, window_tokens: int, now: float) -> list[Hashable]:
+        """Set the window, as an engine's speed becomes known; return the tickets to release."""
+        if window_tokens < 1:
+            raise UsageError("a window has at least one token")
+        self._window = window_tokens
+        return self._release(now)
+
+    def enter(self, ticket: Hashable, tenant: str, uncached_tokens: int, now: float) -> Entry:
+        """Take a request that is to compute so many tokens. Raises `UsageError` for a ticket that is in already."""
+        if ticket in self._requests:
+            raise UsageError(f"the ticket {ticket!r} is in the queue already")
+        account = self._account(tenant)
+        if len(account.held) >= self.settings.max_held - self._held:
+            account.refused += 1
+            return Entry.FULL
+        weight = self.settings.weights.get(account.name, 1.0)
+        charge = max(uncached_tokens, 0) + self.settings.overhead_tokens
+        request = self._requests[ticket] = _Request(ticket, account, charge, weight, now)
+        account.open += 1
+        account.held[ticket] = request
+        account.held_tokens += charge
+        self._held += 1
+        if len(account.held) == 1:
+            # Level with the others, unless it is ahead of them.
+            account.finish = max(account.finish, self._clock)
+            self._take_turn(account)
+        self._release(now)
+        return Entry.GO if request.released else Entry.HELD
+
+    def first_token(self, ticket: Hashable, now: float) -> list[Hashable]:
+        """Note that a request's prefill is done; return the tickets to release. An unknown one is harmless."""
+        request = self._requests.get(ticket)
+        if request is None or not request.released or not request.waiting:
+            return []
+        request.waiting = False
+        self._ahead -= request.charge
+        return self._release(now)
+
+    def leave(self, ticket: Hashable, now: float, uncached_tokens: int | None = None) -> list[Hashable]:
+        """Note that a request is over, however it ended; return the tickets to release. An unknown one is harmless.
+
+        `uncached_tokens` is what the engine really computed, by its cached tokens: the tenant is charged the
+        difference. Pass 0 for one that came to nothing. What was held is not charged.
+        """
+        request = self._requests.pop(ticket, None)
+        if request is None:
+            return []
+        account = request.account
+        account.open -= 1
+        if not request.released:
+            self._withdraw(request)
+        else:
+            if request.waiting:
+                self._ahead -= request.charge
+            if uncached_tokens is not None:
+                # What came to nothing took no fixed time either.
+                self._correct(request, uncached_tokens and uncached_tokens + self.settings.overhead_tokens)
+        return self._release(now)
+
+    def overtaken(self, tenant: str) -> int:
+        """Return the tokens held here that would go after a request of this tenant that came now. O(tenants that wait).
+
+        A node's own estimate of the wait counts all that it has booked; so much of it is no wait for this tenant.
+        """
+        account = self._accounts.get(tenant)
+        mine, weight = (account.held_tokens if account else 0), self.settings.weights.get(tenant, 1.0)
+        start = max(self._clock, account.finish if account else 0.0) + mine / weight
+        after = 0
+        for _, _, stamp, other in self._turns:
+            if stamp == other.stamp and other.held and other is not account:
+                share = (start - other.finish) * self.settings.weights.get(other.name, 1.0)
+                after += round(other.held_tokens - min(max(share, 0.0), other.held_tokens))
+        return after
+
+    def stats(self) -> list[FairStats]:
+        """Return the accounts, in the order in which they were last used. O(tenants)."""
+        return [
+            FairStats(
+                account.name,
+                len(account.held),
+                account.held_tokens,
+                min(0.0, self._clock - account.finish) * self.settings.weights.get(account.name, 1.0),
+                account.released,
+                account.tokens,
+                account.waited_s,
+                account.refused,
+            )
+            for account in self._accounts.values()
+        ]
+
+    # --- inside --------------------------------------------------------------------------------------------
+
+    def _account(self, tenant: str) -> _Account:
+        accounts = self._accounts
+        account = accounts.get(tenant)
+        if account is None:
+            if len(accounts) >= MAX_TENANTS and not self._forget_one():
+                tenant = OTHER
+            account = accounts.setdefault(tenant, _Account(tenant))
+        accounts.move_to_end(tenant)
+        return account
+
+    def _forget_one(self) -> bool:
+        """Make room for an account: the one that was used longest ago goes, if nothing hangs on it."""
+        oldest = next(iter(self._accounts.values()))
+        if oldest.open or oldest.finish > self._clock or oldest.name == OTHER:
+            return False
+        del self._accounts[oldest.name]
+        return True
+
+    def _take_turn(self, account: _Account) -> None:
+        account.stamp += 1
+        self._order += 1
+        heappush(self._turns, (account.finish, self._order, account.stamp, account))
+        if len(self._turns) > 2 * len(self._accounts) + 64:
+            self._turns = [turn for turn in self._turns if turn[2] == turn[3].stamp and turn[3].held]
+            heapify(self._turns)
+
+    def _release(self, now: float) -> list[Hashable]:
+        """Give the engine work up to the window; return the tickets."""
+        released = []
+        while self._held and self._ahead < self._window:
+            start, _, stamp, account = heappop(self._turns)
+            if stamp != account.stamp or not account.held:
+                continue
+            _, request = account.held.popitem(last=False)
+            account.held_tokens -= request.charge
+            self._held -= 1
+            self._ahead += request.charge
+            request.released = True
+            self._clock = max(self._clock, start)
+            account.finish += request.charge / request.weight
+            self._last = max(self._last, account.finish)
+            account.released += 1
+            account.tokens += request.charge
+            account.waited_s += now - request.entered_at
+            released.append(request.ticket)
+            if account.held:
+                self._take_turn(account)
+        if not self._held and not self._ahead:
+            # The engine is idle: who used it last owes nobody anything.
+            self._clock = self._last
+        return released
+
+    def _withdraw(self, request: _Request) -> None:
+        account = request.account
+        del account.held[request.ticket]
+        account.held_tokens -= request.charge
+        self._held -= 1
+
+    def _correct(self, request: _Request, uncached_tokens: int) -> None:
+        account, more = request.account, uncached_tokens - request.charge
+        if not more:
+            return
+        account.tokens += more
+        account.finish += more / request.weight
+        self._last = max(self._last, account.finish)
+        if account.held:
+            self._take_turn(account)
+
+    def _check(self) -> None:
+        """Assert that counts, turns and requests agree, and that nothing is held that could go. O(requests)."""
+        held = [request for account in self._accounts.values() for request in account.held.values()]
+        assert len(held) == self._held <= self.settings.max_held
+        assert all(self._requests[request.ticket] is request and not request.released for request in held)
+        ahead = [request.charge for request in self._requests.values() if request.released and request.waiting]
+        assert sum(ahead) == self._ahead
+        assert not self._held or self._ahead >= self._window
+        turns = [turn[3].name for turn in self._turns if turn[2] == turn[3].stamp and turn[3].held]
+        assert sorted(turns) == sorted(account.name for account in self._accounts.values() if account.held)
+        opened = Counter(request.account.name for request in self._requests.values())
+        for account in self._accounts.values():
+            assert account.held_tokens == sum(request.charge for request in account.held.values())
+            assert account.open == opened[account.name]
+        assert len(self._accounts) <= MAX_TENANTS + 1
