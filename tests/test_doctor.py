@@ -16,13 +16,13 @@ import pytest
 from doctor_fleet import PATIENCE_S, Fleet, Spoilt, findings_of, fleet
 from lan4_pair import MODEL, udp_port
 from msgspec import structs
-from prefixroute_lan4.config import Address, DomainConfig, EngineConfig, SidecarConfig, dump_config
+from prefixroute_lan4.config import Address, DomainConfig, EngineConfig, SidecarConfig, ZoneRuleConfig, dump_config
 from prefixroute_lan4.doctor import check_packages, examine
 from prefixroute_lan4.doctor_engine import EngineFacts, check_engine, check_events, read_facts
 from prefixroute_lan4.doctor_findings import FAULT, OK, WARNING, Answer, Asker, Finding, Visit, failed
 from prefixroute_lan4.doctor_host import Echo, WallClock
 from prefixroute_lan4.doctor_listen import Listener
-from prefixroute_lan4.doctor_peers import check_tenancy
+from prefixroute_lan4.doctor_peers import check_tenancy, check_zones
 from prefixroute_lan4.doctor_probe import Served, judge_hits, judge_stream
 from prefixroute_lan4.tenancy import TenantsConfig
 from prefixroute_zmq import EventSource
@@ -181,6 +181,43 @@ def test_tenants_that_differ_between_nodes_are_found() -> None:
     for pair in ((plain, None), (None, plain)):
         assert [state for state, _ in differing(*pair)] == [FAULT]
     assert differing(None, None) == check_tenancy(visit("a", plain), [visit("b", None)._replace(config=None)])[1:] == []
+
+
+def test_rules_between_zones_that_do_not_say_what_they_seem_to_are_warned_of() -> None:
+    def visit(node: str, forward: str, zones: dict[str, str], to: str = "cn") -> Visit:
+        place = Address(port=1)
+        config = SidecarConfig(
+            node=node,
+            http=place,
+            gossip=place,
+            engine=EngineConfig(url="http://e"),
+            domain=DomainConfig(model="m", tokenizer="t"),
+            zone="eu",
+            zones=(ZoneRuleConfig(source="*", to=to, forward=forward),),
+        )
+        rows = [{"endpoint": f"{name}/0", "local": name == node, "zone": zone} for name, zone in zones.items()]
+        return Visit(node, "http://n", config, {}, {"state": {"endpoints": rows}})
+
+    def told(*visits: Visit) -> list[tuple[str, str, str]]:
+        return [(found.node, found.state, found.what) for found in check_zones(visits)]
+
+    known, unknown = {"a": "", "b": "eu"}, {"a": "eu", "b": ""}
+    assert told(visit("a", "never", known)) == [("a", OK, "zone eu, rules: 1")]
+    assert told(visit("a", "never", unknown)) == [("a", WARNING, "no zone is known of b, and a rule says never")]
+    assert told(visit("a", "always", unknown)) == [("a", OK, "zone eu, rules: 1")]
+    both = told(visit("a", "never", known), visit("b", "never", known, "us"))
+    assert both[1:] == [
+        ("b", WARNING, "its rules between zones are not a's"),
+        ("b", WARNING, "no zone is known of a, and a rule says never"),
+    ]
+    bare = SidecarConfig(
+        node="c",
+        http=Address(port=1),
+        gossip=Address(port=1),
+        engine=EngineConfig(url="http://e"),
+        domain=DomainConfig(model="m", tokenizer="t"),
+    )
+    assert told(Visit("c", "http://n", bare, {}, {})) == []
 
 
 def test_a_path_too_narrow_for_gossip(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -67,12 +68,17 @@ def run_all(
             if progress is not None:
                 progress(done)
         return results
-    with multiprocessing.get_context("spawn").Pool(min(workers, len(tasks))) as pool:
+    with multiprocessing.get_context("spawn").Pool(min(workers, len(tasks)), _leave_interrupts) as pool:
         for done, result in enumerate(pool.imap(function, tasks), 1):
             results.append(result)
             if progress is not None:
                 progress(done)
     return results
+
+
+def _leave_interrupts() -> None:
+    """Ctrl-C is the parent's to answer: it ends the pool, and no worker prints a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def write_json(path: str | None, result: Any) -> None:

@@ -32,6 +32,7 @@ from .doctor_peers import (
     check_tenancy,
     check_tokenizers,
     check_udp,
+    check_zones,
     same_secret,
 )
 from .doctor_probe import check_predictions
@@ -91,7 +92,7 @@ async def examine(configs: Sequence[SidecarConfig], client: httpx.AsyncClient, p
     models = {one.node: _model(one) for one in able}
     found += check_domains(first, others, challenge)
     given = [one for one in able if one.config is not None]
-    found += check_tenancy(given[0], given[1:]) if given else []
+    found += [*check_tenancy(given[0], given[1:]), *check_zones(given)] if given else []
     if others:
         read = await check_tokenizers(ask, first, others, models)
         found += read

@@ -72,6 +72,33 @@ def _tenancy(visit: Visit) -> dict[str, object] | None:
     return {"header": header, "groups": groups, "body_salt": tenants.body_salt, "required": tenants.required}
 
 
+def check_zones(given: Sequence[Visit]) -> list[Finding]:
+    """Whether rules between zones say what they seem to: a label is there, and all nodes have the same list."""
+    found: list[Finding] = []
+    for visit in given:
+        config = visit.config
+        if config is None or not config.zones:
+            continue
+        if config.zones != (given[0].config.zones if given[0].config is not None else ()):
+            what = f"its rules between zones are not {given[0].node}'s"
+            found.append(Finding(WARNING, visit.node, "zones", what, "each node goes by its own: make `zones` equal"))
+        nameless = _without_zone(visit) if any(rule.forward == "never" for rule in config.zones) else []
+        if nameless:
+            what = f"no zone is known of {', '.join(nameless)}, and a rule says never"
+            fix = "nothing is forwarded there: set their `zone`, and upgrade those that know of none"
+            found.append(Finding(WARNING, visit.node, "zones", what, fix))
+        elif not any(finding.node == visit.node for finding in found):
+            found.append(Finding(OK, visit.node, "zones", f"zone {config.zone}, rules: {len(config.zones)}"))
+    return found
+
+
+def _without_zone(visit: Visit) -> list[str]:
+    """Peers of which a node knows endpoints and no zone."""
+    state = visit.stats.get("state")
+    rows = state.get("endpoints", ()) if isinstance(state, dict) else ()
+    return sorted({row["endpoint"].partition("/")[0] for row in rows if not row["local"] and not row.get("zone")})
+
+
 def same_secret(one: Visit, other: Visit) -> bool:
     """Whether both gave the same answer to the challenge."""
     return bool(one.told) and bool(other.told) and one.told["check"] == other.told["check"]
