@@ -30,7 +30,7 @@ def figures(name: str, *arguments: str) -> dict[str, float]:
     written = run(name, *arguments)
     assert set(written) == {"rows", "machine"} and written["machine"]["python"]
     for row in written["rows"]:
-        assert set(row) == {"what", "value", "unit", "bar", "met"}
+        assert set(row) == {"what", "value", "unit", "bar", "least", "met"}
         assert row["met"] is (row["bar"] is None or row["value"] <= row["bar"])
     values = {row["what"]: row["value"] for row in written["rows"]}
     assert len(values) == len(written["rows"])
