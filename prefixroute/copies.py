@@ -13,6 +13,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from .digest import LAST_BEAT, MARK_MASK, LoadWire, VectorEntry, Want
+from .limits import Limits
 from .load import Advert, LoadReport
 from .replica import OwnedSet, WriterSet
 from .transfer import Assembly
@@ -44,9 +45,21 @@ class Rhythm:
 class Peer:
     """Another node that this one talks to; `learnt` when gossip made it one, not the caller."""
 
-    __slots__ = ("address", "heard_at", "learnt", "node", "probes", "rhythm", "rtt_s", "same_domain", "state")
+    __slots__ = (
+        "address",
+        "answers",
+        "heard_at",
+        "learnt",
+        "meter",
+        "node",
+        "probes",
+        "rhythm",
+        "rtt_s",
+        "same_domain",
+        "state",
+    )
 
-    def __init__(self, node: str, address: Hashable, now: float, learnt: bool = False) -> None:
+    def __init__(self, node: str, address: Hashable, now: float, limits: Limits, learnt: bool = False) -> None:
         self.node = node
         self.address = address
         self.learnt = learnt
@@ -56,6 +69,8 @@ class Peer:
         self.state = "new"
         self.rtt_s: float | None = None
         self.probes: dict[int, float] = {}
+        self.meter = limits.of_peer()
+        self.answers = limits.of_answers()
 
 
 class Left(NamedTuple):

@@ -8,7 +8,8 @@ updates.
 Rules:
 1. Each message fits `datagram_bytes` after encoding, and an answer as a whole fits `burst_bytes`. What does not fit is
    cut by key range and goes on from what the receiver then lacks.
-2. Nothing that arrives raises: it is counted by kind, and an event tells.
+2. Nothing that arrives raises: it is counted by kind, and an event tells, at a bounded pace. `limits` says how much
+   of it is looked at.
 3. A load travels when the receiver has not got its revision, keys when it has not got their version, and a heartbeat
    always: so a quiet fleet exchanges bare entries, and those rarely.
 4. Nobody is sent the keys of an endpoint that is suspected: who needs them will hear of it when it is back.
@@ -31,7 +32,7 @@ from cachetools import LRUCache
 from .burst import Burst
 from .codec import Keys
 from .copies import Copy, Peer, owner_of
-from .digest import Kind, Message, VectorEntry, decode, encode, overhead_bytes
+from .digest import Envelope, Kind, Message, VectorEntry, decode, encode, overhead_bytes
 from .domain import Domain
 from .errors import DecodeError, UsageError
 from .events import DatagramRejected, DomainMismatch, NodeEvent
@@ -88,6 +89,7 @@ class Gossip:
         self._turns: Counter[bool] = Counter()
         self._partners: deque[str] = deque()
         self._refused: LRUCache[tuple[Hashable, str], float] = LRUCache(256)
+        self._now = now
 
     # --- what the node calls -------------------------------------------------------------------------------
 
@@ -158,27 +160,39 @@ class Gossip:
             if entries and peer.state == "heard":
                 self._send(peer, Kind.ACK, 0, entries, [])
 
-    def receive(self, data: bytes, source: Hashable, now: float) -> None:
-        """Take one datagram from a transport. Never raises for its content."""
+    def receive(self, data: bytes, source: Hashable, now: float) -> bool:
+        """Take one datagram from a transport; return whether it was of use. Never raises for its content."""
+        self._now = now
         self._counters["datagrams_received"] += 1
         self._counters["bytes_received"] += len(data)
+        if not self.members.limits.admits(source, len(data), now):
+            self._reject(source, "limited", "more than is looked at of one address, or of all that nothing proves")
+            return False
         try:
             envelope = decode(data, self._domain.secret)
         except DecodeError as error:
             self._reject(source, error.kind, str(error))
-            return
+            return False
+        return self._take(envelope, source, len(data), now)
+
+    def _take(self, envelope: Envelope, source: Hashable, size: int, now: float) -> bool:
+        """Take a datagram whose tag is right."""
         self.members.watch(now)
         message = envelope.message
         if envelope.fingerprint != self._fingerprint:
             self._refuse_domain(source, message, now)
-            return
+            return False
         if message.sender == self.node:
             self._reject(source, "self", "a datagram from a node of this node's own name")
-            return
+            return False
         peer = self.members.learn_peer(message.sender, message.contact, now)
         if peer is None:
             self._reject(source, "stranger", f"node {message.sender!r} is no peer: add_peer it first")
-            return
+            return False
+        self.members.limits.proved(source)
+        if not peer.meter.take(size, now):
+            self._reject(source, "limited", f"node {peer.node!r} sends more than an honest one does")
+            return False
         self.members.heard_from(peer, now)
         self._measure(peer, message.echo, now)
         for entry in message.vector:
@@ -186,7 +200,11 @@ class Gossip:
         for update in message.updates:
             self.intake.take(update, now)
         if envelope.kind is not Kind.ACK:
-            self._answer(peer, envelope.kind, message, now)
+            if peer.answers.take(1, now):
+                self._answer(peer, envelope.kind, message, now)
+            else:
+                self._counters["limited_answers"] += 1
+        return True
 
     # --- sending -------------------------------------------------------------------------------------------
 
@@ -315,7 +333,8 @@ class Gossip:
 
     def _reject(self, source: object, kind: str, reason: str) -> None:
         self._counters[f"rejected_{kind}"] += 1
-        self._emit(DatagramRejected(source, kind, reason))
+        if self.members.limits.tells(self._now):
+            self._emit(DatagramRejected(source, kind, reason))
 
     def _refuse_domain(self, source: Hashable, message: Message, now: float) -> None:
         """Tell which field differs, once a minute for each source and field."""

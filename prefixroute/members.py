@@ -22,6 +22,7 @@ from .copies import Copy, Left, Peer, owner_of
 from .digest import LAST_BEAT, VectorEntry
 from .events import NodeEvent, PeerChanged, ReplicaChanged
 from .keysets import NO_KEYS
+from .limits import Holdings, Limits
 from .tempo import GossipSettings, Tempo
 
 MAX_INCARNATION = 2**63 - 1
@@ -50,6 +51,8 @@ class Members:
         self.removed: LRUCache[str, None] = LRUCache(MAX_MEMORIES)
         """Nodes that the caller took out: what relays say of their endpoints is ignored."""
         self._gone: LRUCache[str, tuple[int, int]] = LRUCache(MAX_MEMORIES)
+        self.limits = Limits(settings)
+        self.holdings = Holdings(settings)
         self._settings = settings
         self._tempo = tempo
         self._emit = emit
@@ -64,9 +67,10 @@ class Members:
         self.removed.pop(node, None)
         peer = self.peers.get(node)
         if peer is None:
-            peer = self.peers[node] = Peer(node, address, now)
+            peer = self.peers[node] = Peer(node, address, now, self.limits)
             self._tempo.stir(now)
         peer.address, peer.learnt = address, False
+        self.limits.proved(address)
         self._touch(node)
         return peer
 
@@ -87,7 +91,7 @@ class Members:
             return known
         if node in self.removed or node == self.node or len(self.peers) >= self._settings.max_endpoints:
             return None
-        peer = self.peers[node] = Peer(node, contact, now, learnt=True)
+        peer = self.peers[node] = Peer(node, contact, now, self.limits, learnt=True)
         self._tempo.stir(now)
         self._touch(node)
         self._emit(PeerChanged(node, "learnt", contact))
@@ -143,6 +147,7 @@ class Members:
     def forget(self, endpoint: str, reason: str) -> None:
         """Drop a replica; older news of it is ignored from now on."""
         copy = self.copies.pop(endpoint)
+        self.holdings.lost(endpoint, owner_of(endpoint))
         self._gone[endpoint] = copy.beat
         if len(copy.keys):
             self._on_update(endpoint, NO_KEYS, copy.keys.keys)
@@ -240,9 +245,13 @@ class Members:
         # An endpoint of this node's own name that it does not have is one of its former life.
         if owner in ("", self.node) or owner in self.removed:
             return None
-        if len(self.copies) >= self._settings.max_endpoints:
+        if (
+            len(self.copies) >= self._settings.max_endpoints
+            or self.holdings.endpoints[owner] >= self._settings.max_owner_endpoints
+        ):
             self._counters["endpoints_refused"] += 1
             return None
+        self.holdings.met(owner)
         self.left.pop(entry.endpoint, None)
         copy = self.copies[entry.endpoint] = Copy(entry.endpoint, False, entry.incarnation, heard_at)
         copy.suspected = now - heard_at > self._settings.suspect_after_s
@@ -278,6 +287,7 @@ class Members:
         lost = copy.keys.keys
         copy.keys.replace(0, NO_KEYS)
         copy.assembly = None
+        self.holdings.note(copy.endpoint, owner_of(copy.endpoint), 0)
         self._tempo.stir(now)
         self._emit(ReplicaChanged(copy.endpoint, "discarded", reason))
         self._on_update(copy.endpoint, NO_KEYS, lost)
@@ -304,5 +314,11 @@ class Members:
         heard_at = now - entry.age_ms / 1000
         copy.incarnation, copy.heartbeat = entry.incarnation, LAST_BEAT
         self.forget(entry.endpoint, "left")
+        while len(self.left) >= self._settings.max_endpoints:
+            # Of others: an own endpoint's last word is this node's to tell.
+            oldest = next((name for name in self.left if owner_of(name) != self.node), None)
+            if oldest is None:
+                return
+            del self.left[oldest]
         self.left[entry.endpoint] = Left(entry.incarnation, heard_at)
         self._tempo.stir(now)

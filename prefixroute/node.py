@@ -174,8 +174,11 @@ class Node:
     def receive_datagram(self, data: bytes, source: Hashable, now: float) -> None:
         """Take a datagram. Bad bytes are counted and told by an event, never raised."""
         self._begin(now)
-        self._gossip.receive(data, source, now)
-        self._follow_copies(now)
+        if self._gossip.receive(data, source, now):
+            self._follow_copies(now)
+        else:
+            # What is refused costs no more than its refusal.
+            self._upkeep.go_on()
         self._gossip.pack(SEND_BYTES)
 
     def datagrams_to_send(self, now: float) -> list[Datagram]:

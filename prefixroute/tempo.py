@@ -36,7 +36,10 @@ class GossipSettings:
     it is forgotten after `forget_after_s`. With `learn_peers`, nodes that others speak of become peers, at the
     `contact` that they give: a text that the transport takes for an address ("host:port" with UDP).
 
-    `max_endpoints` and `max_keys` (of one endpoint) bound what peers can make a node keep.
+    `max_endpoints`, `max_owner_endpoints` (of one node), `max_keys` (of one endpoint), `max_owner_keys` and
+    `max_all_keys` bound what peers can make a node keep: some 120 bytes a key. `excess` bounds what they can make it
+    do: so many times what an honest node with these settings sends is taken from one, see `limits`; infinite is
+    no limit.
     """
 
     interval_s: float = 0.2
@@ -51,7 +54,11 @@ class GossipSettings:
     learn_peers: bool = False
     contact: str = ""
     max_endpoints: int = 4096
-    max_keys: int = 1 << 22
+    max_owner_endpoints: int = 256
+    max_keys: int = 1 << 20
+    max_owner_keys: int = 1 << 22
+    max_all_keys: int = 1 << 24
+    excess: float = 4.0
 
     def __post_init__(self) -> None:
         if self.interval_s <= 0 or self.fan_out < 1:
@@ -68,8 +75,11 @@ class GossipSettings:
             raise UsageError("a contact has at most 80 bytes")
         if self.learn_peers and not self.contact:
             raise UsageError("learn_peers needs a contact: where others reach this node, as its transport writes it")
-        if self.max_endpoints < 1 or self.max_keys < 1:
-            raise UsageError("gossip needs max_endpoints >= 1 and max_keys >= 1")
+        most = (self.max_endpoints, self.max_owner_endpoints, self.max_keys, self.max_owner_keys, self.max_all_keys)
+        if min(most) < 1:
+            raise UsageError("gossip needs max_endpoints, max_owner_endpoints and all of max_*keys >= 1")
+        if not self.excess >= 2:
+            raise UsageError("gossip needs excess >= 2: honest nodes must not be dropped; inf is no limit")
 
 
 class Tempo:

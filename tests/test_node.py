@@ -250,8 +250,8 @@ def test_an_image_outside_the_prompt_is_refused() -> None:
 
 def test_events_are_drained_and_bounded() -> None:
     node = new()
-    for _ in range(MAX_EVENTS + 500):
-        node.receive_datagram(b"junk", "b", 0.0)
+    for second in range(MAX_EVENTS + 500):
+        node.receive_datagram(b"junk", "b", float(second))
     events = node.events()
     assert len(events) == MAX_EVENTS
     assert node.events() == []
