@@ -17,6 +17,7 @@ from .limits import Limits
 from .load import Advert, LoadReport
 from .replica import OwnedSet, WriterSet
 from .transfer import Assembly
+from .window import Window
 
 
 class Rhythm:
@@ -50,6 +51,7 @@ class Peer:
         "answers",
         "heard_at",
         "learnt",
+        "life",
         "meter",
         "node",
         "probes",
@@ -57,6 +59,7 @@ class Peer:
         "rtt_s",
         "same_domain",
         "state",
+        "window",
     )
 
     def __init__(self, node: str, address: Hashable, now: float, limits: Limits, learnt: bool = False) -> None:
@@ -69,6 +72,9 @@ class Peer:
         self.state = "new"
         self.rtt_s: float | None = None
         self.probes: dict[int, float] = {}
+        self.life = 0
+        """Its present run, as far as that is proved."""
+        self.window: Window | None = None
         self.meter = limits.of_peer()
         self.answers = limits.of_answers()
 

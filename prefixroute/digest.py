@@ -17,7 +17,7 @@ from __future__ import annotations
 from enum import IntEnum
 from hashlib import blake2b
 from hmac import compare_digest
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -142,7 +142,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     """A datagram's body. `domain` (its readable fields) and `contact` (where the sender takes datagrams) are there
     until the sender has heard from the receiver.
 
-    `complete` says that `vector` lists every endpoint that the sender holds.
+    `complete` says that `vector` lists every endpoint that the sender holds. `life` is the sender's run, `sequence`
+    numbers its datagrams, and `to` is the receiver's life as far as the sender knows it: see `freshness`.
     """
 
     sender: Name
@@ -153,6 +154,17 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     vector: list[VectorEntry] = []
     updates: list[Update] = []
     contact: Contact = ""
+    life: U32 = 0
+    sequence: U63 = 0
+    to: U32 = 0
+
+
+class Stamp(NamedTuple):
+    """What makes a datagram one of a kind: its sender's life and number, and the receiver's life."""
+
+    life: int
+    sequence: int
+    to: int
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -162,6 +174,8 @@ class Envelope(msgspec.Struct, frozen=True):
     fingerprint: bytes
     message: Message
 
+
+_LONGEST_STAMP = Stamp(2**32 - 1, 2**63 - 1, 2**32 - 1)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -179,13 +193,14 @@ def encode(
     head: Message,
     vector: list[bytes] | None = None,
     updates: list[bytes] | None = None,
+    stamp: Stamp | None = None,
 ) -> bytes:
-    """Encode a datagram from `head` and parts that were encoded by `encode_part`."""
+    """Encode a datagram from `head` and parts that were encoded by `encode_part`; a node stamps each of its own."""
     fields: list[Any] = [head.sender, head.nonce, head.echo, head.complete, head.domain]
     fields.append([msgspec.Raw(part) for part in vector or ()])
     fields.append([msgspec.Raw(part) for part in updates or ()])
-    if head.contact:
-        fields.append(head.contact)
+    if head.contact or stamp is not None:
+        fields += [head.contact, *(stamp or ())]
     body = _encoder.encode(fields)
     front = MAGIC + bytes([kind]) + fingerprint
     return front + _tag(secret, front, body) + body
@@ -193,7 +208,17 @@ def encode(
 
 def overhead_bytes(head: Message) -> int:
     """Upper bound of what a datagram costs beside its parts."""
-    bare = [head.sender, head.nonce, head.echo, head.complete, head.domain, [], [], head.contact]
+    bare: list[Any] = [
+        head.sender,
+        head.nonce,
+        head.echo,
+        head.complete,
+        head.domain,
+        [],
+        [],
+        head.contact,
+        *_LONGEST_STAMP,
+    ]
     return HEADER_BYTES + len(_encoder.encode(bare)) + 8
 
 

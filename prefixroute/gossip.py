@@ -27,6 +27,7 @@ from itertools import chain
 from math import inf
 from typing import NamedTuple
 
+import msgspec
 from cachetools import LRUCache
 
 from .burst import Burst
@@ -36,6 +37,7 @@ from .digest import Envelope, Kind, Message, VectorEntry, decode, encode, overhe
 from .domain import Domain
 from .errors import DecodeError, UsageError
 from .events import DatagramRejected, DomainMismatch, NodeEvent
+from .freshness import Freshness, Verdict
 from .intake import Intake
 from .members import Members
 from .replica import OwnedSet
@@ -85,7 +87,8 @@ class Gossip:
         self._outbox: list[Datagram] = []
         self._packing: dict[tuple[str, Kind], Iterator[None]] = {}
         """Bursts that are not encoded yet, each step a datagram."""
-        self._nonce = rng.getrandbits(40)
+        # A generator that is seeded the same in every run must not bring a former life back.
+        self.freshness = Freshness(node, settings, f"{rng.getrandbits(64)} {now!r}".encode())
         self._turns: Counter[bool] = Counter()
         self._partners: deque[str] = deque()
         self._refused: LRUCache[tuple[Hashable, str], float] = LRUCache(256)
@@ -142,10 +145,9 @@ class Gossip:
                 self._speak(copy, copy.keys, beats, now)
         peer = self._partner()
         if peer is not None:
-            self._nonce += 1
             if len(peer.probes) >= 8:
                 peer.probes.pop(next(iter(peer.probes)))
-            peer.probes[self._nonce] = now
+            peer.probes[self.freshness.nonce()] = now
             copies = self._rotated()
             left = (gone.entry(endpoint, now) for endpoint, gone in self.members.left.items())
             entries = chain((copy.entry(now, copy.mine) for copy in copies), left)
@@ -185,26 +187,61 @@ class Gossip:
         if message.sender == self.node:
             self._reject(source, "self", "a datagram from a node of this node's own name")
             return False
-        peer = self.members.learn_peer(message.sender, message.contact, now)
-        if peer is None:
+        peer = self.peers.get(message.sender)
+        contact = message.contact or self.freshness.contact_of(message)
+        if peer is None and not self.members.would_learn(message.sender, contact):
             self._reject(source, "stranger", f"node {message.sender!r} is no peer: add_peer it first")
             return False
-        self.members.limits.proved(source)
-        if not peer.meter.take(size, now):
+        if peer is not None and not peer.meter.take(size, now):
             self._reject(source, "limited", f"node {peer.node!r} sends more than an honest one does")
             return False
+        verdict, waiting = self.freshness.judge(peer, envelope.kind, message, now)
+        if verdict is not Verdict.FRESH:
+            self._counters[f"datagrams_{verdict.value}"] += 1
+            if verdict is Verdict.CHALLENGE:
+                self._challenge(peer, message, size, now)
+            elif envelope.kind is Kind.SYN_ACK and message.nonce and message.to != self.freshness.life:
+                reason = (
+                    "a SYN in this node's name was none of it: the name is used twice, or a recording is played back"
+                )
+                self._reject(source, "namesake", reason)
+            return False
+        self.members.limits.proved(source)
+        if peer is None:
+            peer = self.members.learn_peer(message.sender, contact, now)
+            assert peer is not None, "a node that would not be learnt is a stranger"
+        if waiting is not None:
+            self.freshness.prove(peer, waiting.message, message)
+            self._time(peer, now - waiting.at)
+            self._hear(peer, Kind.SYN, waiting.message, now)
+        self._hear(peer, envelope.kind, message, now)
+        return True
+
+    def _challenge(self, peer: Peer | None, message: Message, size: int, now: float) -> None:
+        """Ask who sent a SYN for a proof that it is there now."""
+        answers = self.members.limits.challenges if peer is None else peer.answers
+        if not answers.take(1, now):
+            self._counters["limited_answers"] += 1
+            return
+        head = msgspec.structs.replace(self.freshness.challenge(message, size, now), sender=self.node)
+        stamp = self.freshness.stamp(message.life)
+        data = encode(Kind.SYN_ACK, self._fingerprint, self._domain.secret, head, stamp=stamp)
+        self._out(message.contact if peer is None else peer.address, data)
+
+    def _hear(self, peer: Peer, kind: Kind, message: Message, now: float) -> None:
+        """Take a peer's own and fresh word."""
         self.members.heard_from(peer, now)
         self._measure(peer, message.echo, now)
         for entry in message.vector:
             self.members.learn(entry, peer.node, now)
         for update in message.updates:
             self.intake.take(update, now)
-        if envelope.kind is not Kind.ACK:
-            if peer.answers.take(1, now):
-                self._answer(peer, envelope.kind, message, now)
-            else:
-                self._counters["limited_answers"] += 1
-        return True
+        if kind is Kind.ACK:
+            return
+        if peer.answers.take(1, now):
+            self._answer(peer, kind, message, now)
+        else:
+            self._counters["limited_answers"] += 1
 
     # --- sending -------------------------------------------------------------------------------------------
 
@@ -256,7 +293,7 @@ class Gossip:
         """
         first = not peer.same_domain
         domain, contact = (self._domain.fields(), self.settings.contact) if first else (None, "")
-        nonce = self._nonce if kind is Kind.SYN else 0
+        nonce = next(reversed(peer.probes)) if kind is Kind.SYN else 0
         head = Message(self.node, nonce, echo, True, domain, contact=contact)
         limits = (self.settings.datagram_bytes, self.settings.burst_bytes)
         burst = Burst(kind, head, *limits, partial(self._put, peer))
@@ -280,8 +317,12 @@ class Gossip:
             self._counters["updates_too_long"] += burst.too_long
 
     def _put(self, peer: Peer, kind: Kind, head: Message, entries: list[bytes], updates: list[bytes]) -> int:
-        data = encode(kind, self._fingerprint, self._domain.secret, head, entries, updates)
-        self._outbox.append(Datagram(peer.address, data))
+        stamp = self.freshness.stamp(peer.life)
+        data = encode(kind, self._fingerprint, self._domain.secret, head, entries, updates, stamp)
+        return self._out(peer.address, data)
+
+    def _out(self, address: Hashable, data: bytes) -> int:
+        self._outbox.append(Datagram(address, data))
         self._counters["datagrams_sent"] += 1
         self._counters["bytes_sent"] += len(data)
         return len(data)
@@ -317,8 +358,9 @@ class Gossip:
         debts.sort(key=lambda debt: debt.lag, reverse=True)
         if kind is Kind.SYN:
             self._send(peer, Kind.SYN_ACK, message.nonce, news, debts)
-        elif debts or news:
-            self._send(peer, Kind.ACK, 0, news, debts)
+        elif debts or news or message.nonce:
+            # A SYN-ACK with a nonce asks for its echo.
+            self._send(peer, Kind.ACK, message.nonce, news, debts)
 
     # --- receiving -----------------------------------------------------------------------------------------
 
@@ -326,10 +368,13 @@ class Gossip:
         """Take the round trip that an answer ends."""
         sent = peer.probes.pop(echo, None)
         if sent is not None and now >= sent:
-            rtt = now - sent
-            # Queueing only adds to a round trip, so a shorter one counts more than a longer one.
-            old = peer.rtt_s
-            peer.rtt_s = rtt if old is None else old + (0.3 if rtt < old else 0.1) * (rtt - old)
+            self._time(peer, now - sent)
+
+    @staticmethod
+    def _time(peer: Peer, rtt: float) -> None:
+        # Queueing only adds to a round trip, so a shorter one counts more than a longer one.
+        old = peer.rtt_s
+        peer.rtt_s = rtt if old is None else old + (0.3 if rtt < old else 0.1) * (rtt - old)
 
     def _reject(self, source: object, kind: str, reason: str) -> None:
         self._counters[f"rejected_{kind}"] += 1

@@ -8,7 +8,7 @@ most. So one peer honestly sends 2 x `burst_bytes` a round at most, in 2 + 2 x b
 | source   | an address that a good datagram came from, or a peer's  | `excess` x `fan_out`, before a tag is checked |
 | unproved | all other addresses together                            | `excess`, before a tag is checked  |
 | peer     | a peer, whatever address its datagrams came from        | `excess`, after the tag            |
-| answers  | answers to a peer                                       | `excess`                           |
+| answers  | answers to a peer; of nodes that are no peers yet, all together | `excess`                  |
 
 Each meter is a token bucket that holds what comes in four rounds, or in a second if that is longer.
 
@@ -86,6 +86,8 @@ class Limits:
         self._sources: LRUCache[Hashable, Meter] = LRUCache(MAX_SOURCES)
         self._unproved = Meter(settings, settings.excess)
         self._told = Bucket(1.0, TOLD_AT_ONCE)
+        self.challenges = self.of_answers()
+        """Of the challenges to nodes that are no peers yet, all together."""
 
     def admits(self, source: Hashable, size: int, now: float) -> bool:
         """Whether a datagram of `size` bytes from `source` is looked at. O(1), before its tag is checked."""

@@ -87,15 +87,19 @@ class Members:
     def learn_peer(self, node: str, contact: str, now: float) -> Peer | None:
         """Take a peer in by hearsay, if that is wanted; return it if it is a peer now."""
         known = self.peers.get(node)
-        if known is not None or not contact or not self._settings.learn_peers:
+        if known is not None or not self.would_learn(node, contact):
             return known
-        if node in self.removed or node == self.node or len(self.peers) >= self._settings.max_endpoints:
-            return None
         peer = self.peers[node] = Peer(node, contact, now, self.limits, learnt=True)
         self._tempo.stir(now)
         self._touch(node)
         self._emit(PeerChanged(node, "learnt", contact))
         return peer
+
+    def would_learn(self, node: str, contact: str) -> bool:
+        """Whether a node that is no peer may become one by hearsay."""
+        if not contact or not self._settings.learn_peers or node in self.removed or node == self.node:
+            return False
+        return len(self.peers) < self._settings.max_endpoints
 
     def heard_from(self, peer: Peer, now: float) -> None:
         """Note a peer's own word."""

@@ -39,7 +39,8 @@ class GossipSettings:
     `max_endpoints`, `max_owner_endpoints` (of one node), `max_keys` (of one endpoint), `max_owner_keys` and
     `max_all_keys` bound what peers can make a node keep: some 120 bytes a key. `excess` bounds what they can make it
     do: so many times what an honest node with these settings sends is taken from one, see `limits`; infinite is
-    no limit.
+    no limit. Of each peer the last `replay_window` numbers of datagrams are remembered, so that a recording is told
+    from news; 0 takes whatever comes, for transports that see to that themselves.
     """
 
     interval_s: float = 0.2
@@ -59,6 +60,7 @@ class GossipSettings:
     max_owner_keys: int = 1 << 22
     max_all_keys: int = 1 << 24
     excess: float = 4.0
+    replay_window: int = 4096
 
     def __post_init__(self) -> None:
         if self.interval_s <= 0 or self.fan_out < 1:
@@ -78,6 +80,8 @@ class GossipSettings:
         most = (self.max_endpoints, self.max_owner_endpoints, self.max_keys, self.max_owner_keys, self.max_all_keys)
         if min(most) < 1:
             raise UsageError("gossip needs max_endpoints, max_owner_endpoints and all of max_*keys >= 1")
+        if not 0 <= self.replay_window <= 1 << 20:
+            raise UsageError("gossip needs 0 <= replay_window <= 2**20; 0 takes recordings for news")
         if not self.excess >= 2:
             raise UsageError("gossip needs excess >= 2: honest nodes must not be dropped; inf is no limit")
 

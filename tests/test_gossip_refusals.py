@@ -273,7 +273,7 @@ def test_whatever_a_peer_says_nothing_raises_and_the_node_stays_whole(said: list
 
 
 def test_an_update_whose_names_leave_no_room_is_passed_over_and_counted() -> None:
-    small_datagrams = NodeSettings(datagram_bytes=800, burst_bytes=8000)
+    small_datagrams = NodeSettings(datagram_bytes=818, burst_bytes=8180, replay_window=0)
     b = Node("b", DOMAIN, rng=random.Random(1), now=0.0, settings=small_datagrams)
     b.add_peer("a", "at a", 0.0)
     wide = update_of("a/0", 1, 0, 2, 3, url="\N{GREEK SMALL LETTER ALPHA}" * 256)

@@ -110,7 +110,11 @@ def test_holdings_bound_an_owner_and_all() -> None:
 
 def test_an_owner_has_no_more_endpoints_and_keys_than_it_may() -> None:
     node = Node(
-        "a", DOMAIN, rng=random.Random(1), now=0.0, settings=NodeSettings(max_owner_endpoints=3, max_owner_keys=40)
+        "a",
+        DOMAIN,
+        rng=random.Random(1),
+        now=0.0,
+        settings=NodeSettings(max_owner_endpoints=3, max_owner_keys=40, replay_window=0),
     )
     node.add_peer("b", "at b", 0.0)
     vector = [VectorEntry(f"b/{i}", 1, 1, 2) for i in range(9)]
@@ -147,7 +151,7 @@ def test_a_range_denser_than_hashes_can_be_is_refused_before_it_is_decoded() -> 
 
 
 def test_the_densest_set_that_is_allowed_is_taken_in_any_cut() -> None:
-    settings = NodeSettings(max_keys=4096)
+    settings = NodeSettings(max_keys=4096, replay_window=0)
     rng = np.random.default_rng(3)
     keys = np.unique(rng.integers(0, KEY_LIMIT, 4096, dtype=np.uint64))
     node = Node("b", DOMAIN, rng=random.Random(1), now=0.0, settings=settings)
@@ -163,7 +167,7 @@ def test_the_densest_set_that_is_allowed_is_taken_in_any_cut() -> None:
 
 
 def test_last_words_of_others_are_bounded() -> None:
-    node = Node("a", DOMAIN, rng=random.Random(1), now=0.0, settings=NodeSettings(max_endpoints=8))
+    node = Node("a", DOMAIN, rng=random.Random(1), now=0.0, settings=NodeSettings(max_endpoints=8, replay_window=0))
     node.add_peer("b", "at b", 0.0)
     node.add_endpoint("0", incarnation=1, now=0.0)
     node.remove_endpoint("a/0", 0.0)

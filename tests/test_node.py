@@ -294,7 +294,7 @@ def test_restarted_endpoints_begin_anew() -> None:
     net, a, b = pair()
     b.apply("b/0", stored(prompt(1, 8)), net.now)
     net.run(1.0)
-    again = new("b")
+    again = Node("b", DOMAIN, rng=random.Random("another run"), now=0.0, settings=SETTINGS)
     again.add_endpoint("0", url="http://b2", incarnation=2, now=net.now)
     net.nodes.pop("b")
     again.add_peer("a", "a", net.now)
