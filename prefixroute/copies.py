@@ -60,6 +60,7 @@ class Peer:
         "same_domain",
         "state",
         "window",
+        "work",
     )
 
     def __init__(self, node: str, address: Hashable, now: float, limits: Limits, learnt: bool = False) -> None:
@@ -77,6 +78,7 @@ class Peer:
         self.window: Window | None = None
         self.meter = limits.of_peer()
         self.answers = limits.of_answers()
+        self.work = limits.of_work()
 
 
 class Left(NamedTuple):

@@ -39,6 +39,7 @@ from .errors import DecodeError, UsageError
 from .events import DatagramRejected, DomainMismatch, NodeEvent
 from .freshness import Freshness, Verdict
 from .intake import Intake
+from .limits import BYTE_S, COPY_S, ENTRY_S, HELD_S, UPDATE_S
 from .members import Members
 from .replica import OwnedSet
 from .tempo import GossipSettings, Tempo
@@ -235,10 +236,15 @@ class Gossip:
         for entry in message.vector:
             self.members.learn(entry, peer.node, now)
         for update in message.updates:
-            self.intake.take(update, now)
+            copy = self.copies.get(update.endpoint)
+            held = len(copy.keys) if copy is not None else 0
+            if not peer.work.take(UPDATE_S + BYTE_S * len(update.added) + HELD_S * held, now):
+                self._counters["limited_updates"] += 1
+                break
+            self.intake.take(update, peer.node, now)
         if kind is Kind.ACK:
             return
-        if peer.answers.take(1, now):
+        if peer.answers.take(1, now) and peer.work.take(ENTRY_S * len(message.vector) + COPY_S * len(self.copies), now):
             self._answer(peer, kind, message, now)
         else:
             self._counters["limited_answers"] += 1
@@ -278,13 +284,29 @@ class Gossip:
         """Own endpoints and others in turn, each from where the last vector ended: what does not fit comes next."""
         copies: list[Copy] = []
         for mine in (True, False):
-            these = [copy for copy in self.copies.values() if copy.mine is mine]
-            start = self._turns[mine] % max(len(these), 1)
-            these = these[start:] + these[:start]
+            these = self._in_turn([copy for copy in self.copies.values() if copy.mine is mine], self._turns[mine])
             # One to one while there are both, so that neither keeps the other out of a vector.
             both = min(len(copies), len(these))
             copies = [copy for two in zip(copies, these, strict=False) for copy in two] + copies[both:] + these[both:]
         return copies
+
+    def _in_turn(self, copies: list[Copy], turn: int) -> list[Copy]:
+        """One endpoint of each peer in turn, and one of all that are hearsay: a node with many keeps no other out."""
+        groups: dict[str, list[Copy]] = {}
+        for copy in copies:
+            owner = owner_of(copy.endpoint)
+            groups.setdefault(owner if owner in self.peers else "", []).append(copy)
+        queues, rounds = list(groups.values()), turn // max(len(groups), 1)
+        start = turn % max(len(queues), 1)
+        queues = [queue[rounds % len(queue) :] + queue[: rounds % len(queue)] for queue in queues]
+        queues = queues[start:] + queues[:start]
+        ordered: list[Copy] = []
+        place = 0
+        while queues:
+            ordered += [queue[place] for queue in queues]
+            place += 1
+            queues = [queue for queue in queues if len(queue) > place]
+        return ordered
 
     def _send(self, peer: Peer, kind: Kind, echo: int, vector: Iterable[VectorEntry], debts: list[Debt]) -> int:
         """Send a vector and what is owed, in as many datagrams as the burst allows; each fits after encoding.
@@ -353,14 +375,18 @@ class Gossip:
             entry = theirs.get(endpoint)
             if entry is not None and left.beat > (entry.incarnation, entry.heartbeat):
                 news.append(left.entry(endpoint, now))
-        # What the peer does not know at all goes first: an update of it would be dropped.
-        news.sort(key=lambda entry: entry.endpoint in theirs)
+        # What the peer does not know at all goes first: an update of it would be dropped. Hearsay comes last.
+        news.sort(key=lambda entry: (self._is_hearsay(entry.endpoint), entry.endpoint in theirs))
         debts.sort(key=lambda debt: debt.lag, reverse=True)
         if kind is Kind.SYN:
             self._send(peer, Kind.SYN_ACK, message.nonce, news, debts)
         elif debts or news or message.nonce:
             # A SYN-ACK with a nonce asks for its echo.
             self._send(peer, Kind.ACK, message.nonce, news, debts)
+
+    def _is_hearsay(self, endpoint: str) -> bool:
+        owner = owner_of(endpoint)
+        return owner not in self.peers and owner != self.node
 
     # --- receiving -----------------------------------------------------------------------------------------
 

@@ -51,14 +51,17 @@ class Intake:
         self._counters = counters
         self._on_update = on_update
 
-    def take(self, update: Update, now: float) -> None:
-        """Take one update. O(its keys), and O(keys held) copied bytes when it completes a change.
+    def take(self, update: Update, teller: str, now: float) -> None:
+        """Take one update that `teller` sent. O(its keys), and O(keys held) copied bytes when it completes a change.
 
         Each part is compared and summed up as it comes, so that the last one costs no more than the others.
         """
         copy = self._members.copies.get(update.endpoint)
         if copy is None or copy.mine:
             self._counters["updates_unasked"] += 1
+            return
+        if self._members.unbelievable(update.endpoint, update.incarnation, teller):
+            self._counters["incarnations_unbelieved"] += 1
             return
         verdict = judge(copy.held, update.incarnation, update.since, update.version)
         self._counters[_COUNTERS[verdict]] += 1

@@ -8,6 +8,7 @@ most. So one peer honestly sends 2 x `burst_bytes` a round at most, in 2 + 2 x b
 | source   | an address that a good datagram came from, or a peer's  | `excess` x `fan_out`, before a tag is checked |
 | unproved | all other addresses together                            | `excess`, before a tag is checked  |
 | peer     | a peer, whatever address its datagrams came from        | `excess`, after the tag            |
+| work     | estimated processor time for a peer's updates and answers | `peer_work`, five seconds of it at once |
 | answers  | answers to a peer; of nodes that are no peers yet, all together | `excess`                  |
 
 Each meter is a token bucket that holds what comes in four rounds, or in a second if that is longer.
@@ -33,6 +34,13 @@ MAX_SOURCES = 4096
 
 HELD_ROUNDS = 4
 """Rounds' worth of datagrams that a meter lets through at once: an honest node may have been paused."""
+
+WORK_AT_ONCE_S = 5.0
+"""So much work a peer may cause at once: the sets of a large fleet, after a partition."""
+
+ENTRY_S, COPY_S, UPDATE_S, BYTE_S, HELD_S = 3e-6, 6e-7, 3e-5, 1.2e-7, 2e-9
+"""What an entry, an endpoint that it is compared with, an update, a byte of its keys, and a key of the set that it
+changes are taken to cost: measured, rounded up. No clock is read here, so that the same calls do the same."""
 
 TOLD_AT_ONCE = 64
 """Refusals that are told one by one; from then on one a second."""
@@ -108,6 +116,10 @@ class Limits:
         """Return a bucket for the answers that one peer gets."""
         rate = 2 * self._excess / self._settings.interval_s
         return Bucket(rate, rate * max(1.0, HELD_ROUNDS * self._settings.interval_s))
+
+    def of_work(self) -> Bucket:
+        """Return a bucket for the seconds of work that one peer may cause."""
+        return Bucket(self._settings.peer_work, WORK_AT_ONCE_S)
 
     def tells(self, now: float) -> bool:
         """Whether one more refusal is told by an event; all are counted."""

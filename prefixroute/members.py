@@ -26,6 +26,9 @@ from .limits import Holdings, Limits
 from .tempo import GossipSettings, Tempo
 
 MAX_INCARNATION = 2**63 - 1
+MAX_HEARSAY = 2**62
+"""The highest incarnation that a relay can tell of first: an owner can always move past it, and tell so itself."""
+
 MAX_MEMORIES = 4096
 """Endpoints and nodes remembered after they were forgotten, left or removed."""
 
@@ -59,6 +62,14 @@ class Members:
         self._counters = counters
         self._on_update = on_update
         self._awake_at = float("-inf")
+        self._lost = False
+        self._hearsay = 0
+        """Endpoints of nodes that are no peers; counted anew each round."""
+
+    def take_lost(self) -> bool:
+        """Return and forget whether any endpoint is known no more."""
+        lost, self._lost = self._lost, False
+        return lost
 
     # --- peers ---------------------------------------------------------------------------------------------
 
@@ -117,6 +128,9 @@ class Members:
 
     def learn(self, entry: VectorEntry, teller: str, now: float) -> None:
         """Take an entry's news of load and liveness; sets come in updates."""
+        if self.unbelievable(entry.endpoint, entry.incarnation, teller):
+            self._counters["incarnations_unbelieved"] += 1
+            return
         if entry.heartbeat == LAST_BEAT:
             self._bury(entry, now)
             return
@@ -148,9 +162,17 @@ class Members:
             else:
                 self._counters["marks_differ"] += 1
 
+    def unbelievable(self, endpoint: str, incarnation: int, teller: str) -> bool:
+        """Whether another than the owner tells of a life that the owner could hardly move past."""
+        if incarnation <= MAX_HEARSAY or owner_of(endpoint) == teller:
+            return False
+        copy = self.copies.get(endpoint)
+        return copy is None or incarnation > copy.incarnation
+
     def forget(self, endpoint: str, reason: str) -> None:
         """Drop a replica; older news of it is ignored from now on."""
         copy = self.copies.pop(endpoint)
+        self._lost = True
         self.holdings.lost(endpoint, owner_of(endpoint))
         self._gone[endpoint] = copy.beat
         if len(copy.keys):
@@ -214,6 +236,7 @@ class Members:
                 self.forget(copy.endpoint, f"unheard for {age:.0f} s")
             else:
                 owners.add(owner_of(copy.endpoint))
+        self._hearsay = sum(n for owner, n in self.holdings.endpoints.items() if owner not in self.peers)
         for endpoint in [name for name, left in self.left.items() if now - left.heard_at > most]:
             del self.left[endpoint]
         for peer in list(self.peers.values()):
@@ -252,10 +275,12 @@ class Members:
         if (
             len(self.copies) >= self._settings.max_endpoints
             or self.holdings.endpoints[owner] >= self._settings.max_owner_endpoints
+            or (owner not in self.peers and self._hearsay >= self._settings.max_hearsay)
         ):
             self._counters["endpoints_refused"] += 1
             return None
         self.holdings.met(owner)
+        self._hearsay += owner not in self.peers
         self.left.pop(entry.endpoint, None)
         copy = self.copies[entry.endpoint] = Copy(entry.endpoint, False, entry.incarnation, heard_at)
         copy.suspected = now - heard_at > self._settings.suspect_after_s
@@ -300,7 +325,8 @@ class Members:
         """Move an own endpoint past words of it that are not this life's."""
         held = (entry.incarnation, entry.version)
         another = held == copy.held and entry.mark != copy.mark
-        if held > copy.held or (entry.incarnation, entry.heartbeat) > copy.beat or another:
+        later = (entry.incarnation, entry.heartbeat) > copy.beat or (entry.incarnation, entry.revision) > copy.loaded
+        if held > copy.held or later or another:
             copy.incarnation = min(entry.incarnation + 1, MAX_INCARNATION)
             self._counters["refutations"] += 1
             self._tempo.stir(now)

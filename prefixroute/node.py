@@ -44,6 +44,7 @@ from .events import (
 )
 from .gossip import Datagram, Gossip
 from .load import LoadReport
+from .members import MAX_HEARSAY
 from .memo import ChainMemo
 from .overview import Digest, NodeStats, row_of
 from .policy import Policy, RentOrBuy
@@ -126,8 +127,8 @@ class Node:
         endpoint = f"{self.node}/{_name(name)}"
         if endpoint in self._locals:
             raise UsageError(f"endpoint {endpoint!r} was added already")
-        if not isinstance(incarnation, int) or not 0 < incarnation < 2**63:
-            raise UsageError("incarnation must be an int in 1 .. 2**63 - 1; time.time_ns() will do")
+        if not isinstance(incarnation, int) or not 0 < incarnation <= MAX_HEARSAY:
+            raise UsageError("incarnation must be an int in 1 .. 2**62; time.time_ns() will do")
         if len(url.encode()) > 256 or len(endpoint.encode()) > 80:
             raise UsageError("an endpoint's url has at most 256 bytes and its id at most 80")
         copy = self._gossip.members.join(endpoint, incarnation, url, now)
@@ -421,9 +422,10 @@ class Node:
     def _follow_copies(self, now: float) -> None:
         """Bring standings up to date with what gossip learnt: endpoints that came, went, or spoke."""
         copies = self._gossip.copies
-        for endpoint in [name for name in self._fleet.standings if name not in copies]:
-            self._fleet.drop(endpoint)
-            self._upkeep.retire(endpoint)
+        if self._gossip.members.take_lost():
+            for endpoint in [s.name for s in self._fleet.standings.values() if copies.get(s.name) is not s.copy]:
+                self._fleet.drop(endpoint)
+                self._upkeep.retire(endpoint)
         for endpoint in sorted(self._gossip.take_touched()):
             copy = copies.get(endpoint)
             if copy is None:

@@ -267,7 +267,7 @@ class Router:
         if standing.suspension.failures:
             # This is the one trial: the endpoint is out again until it ends.
             standing.suspension.sent(now)
-            self.fleet.refresh(standing, now)
+            self.fleet.refresh_sharing(standing, now)
 
     def _release(self, flight: Flight, now: float) -> None:
         standing = self.fleet.standings.get(flight.target)
@@ -305,7 +305,7 @@ class Router:
     def _judge(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """Learn from an outcome: liveness, push-back, and whether the predicted hit was there."""
         peer = standing.name.partition("/")[0]
-        if outcome.kind in _ANSWERS and standing.suspension.served():
+        if outcome.kind in _ANSWERS and self.fleet.served(standing):
             self._emit(PeerChanged(peer, "resumed", standing.name))
         if outcome.kind is OutcomeKind.DECLINED:
             self._compare_hit(flight, standing, outcome.cached_tokens)
@@ -326,6 +326,7 @@ class Router:
                 standing.surprised(outcome.ttft_s, told_s, now)
             self._hooks.served(flight, standing, outcome, now)
         elif outcome.kind in _FAILURES and not standing.local and standing.suspension.failed(flight.sent_at, now):
+            self.fleet.refresh_sharing(standing, now)
             self._emit(PeerChanged(peer, "suspended", outcome.reason or outcome.kind.value))
         load = outcome.load if not standing.local else None
         if load is not None:

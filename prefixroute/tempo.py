@@ -36,11 +36,14 @@ class GossipSettings:
     it is forgotten after `forget_after_s`. With `learn_peers`, nodes that others speak of become peers, at the
     `contact` that they give: a text that the transport takes for an address ("host:port" with UDP).
 
-    `max_endpoints`, `max_owner_endpoints` (of one node), `max_keys` (of one endpoint), `max_owner_keys` and
-    `max_all_keys` bound what peers can make a node keep: some 120 bytes a key. `excess` bounds what they can make it
-    do: so many times what an honest node with these settings sends is taken from one, see `limits`; infinite is
-    no limit. Of each peer the last `replay_window` numbers of datagrams are remembered, so that a recording is told
-    from news; 0 takes whatever comes, for transports that see to that themselves.
+    `max_endpoints`, `max_hearsay` (endpoints of nodes that are no peers), `max_owner_endpoints` (of one node),
+    `max_keys` (of one endpoint), `max_owner_keys` and `max_all_keys` bound what peers can make a node keep: some 120
+    bytes a key. `excess` and `peer_work` bound what they can make it do, see `limits`: so many times what an honest
+    node with these settings sends is taken from one (infinite is no limit), and this share of a processor may its
+    updates and questions take.
+
+    Of each peer the last `replay_window` numbers of datagrams are remembered, so that a recording is told from news; 0
+    takes whatever comes, for transports that see to that themselves.
     """
 
     interval_s: float = 0.2
@@ -56,10 +59,12 @@ class GossipSettings:
     contact: str = ""
     max_endpoints: int = 4096
     max_owner_endpoints: int = 256
+    max_hearsay: int = 1024
     max_keys: int = 1 << 20
     max_owner_keys: int = 1 << 22
     max_all_keys: int = 1 << 24
     excess: float = 4.0
+    peer_work: float = 0.1
     replay_window: int = 4096
 
     def __post_init__(self) -> None:
@@ -77,11 +82,15 @@ class GossipSettings:
             raise UsageError("a contact has at most 80 bytes")
         if self.learn_peers and not self.contact:
             raise UsageError("learn_peers needs a contact: where others reach this node, as its transport writes it")
-        most = (self.max_endpoints, self.max_owner_endpoints, self.max_keys, self.max_owner_keys, self.max_all_keys)
-        if min(most) < 1:
-            raise UsageError("gossip needs max_endpoints, max_owner_endpoints and all of max_*keys >= 1")
+        keys = (self.max_keys, self.max_owner_keys, self.max_all_keys)
+        if min(self.max_endpoints, self.max_owner_endpoints, *keys) < 1 or self.max_hearsay < 0:
+            raise UsageError(
+                "gossip needs max_endpoints, max_owner_endpoints and all of max_*keys >= 1, max_hearsay >= 0"
+            )
         if not 0 <= self.replay_window <= 1 << 20:
             raise UsageError("gossip needs 0 <= replay_window <= 2**20; 0 takes recordings for news")
+        if not self.peer_work > 0:
+            raise UsageError("gossip needs peer_work > 0: a share of a processor")
         if not self.excess >= 2:
             raise UsageError("gossip needs excess >= 2: honest nodes must not be dropped; inf is no limit")
 

@@ -11,8 +11,10 @@ from prefixroute import LoadReport, PushBackState
 from prefixroute.copies import Copy, Peer
 from prefixroute.fleet import SAMPLED, Fleet
 from prefixroute.ledger import ARRIVALS_S
+from prefixroute.limits import Limits
 from prefixroute.load import DEFAULT_PREFILL_TOKENS_PER_S, Advert
 from prefixroute.standing import BELIEF, DEFAULT_RTT_S, SURPRISE_FADES_S, Send, Standing
+from prefixroute.tempo import GossipSettings
 
 SEEDS = range(12)
 STATES = (PushBackState.OPEN, PushBackState.OPEN, PushBackState.OVERLOADED, PushBackState.REFUSING)
@@ -29,7 +31,7 @@ def standing(
 ) -> Standing:
     copy = Copy(name, local, 1, now)
     copy.advert = Advert(report or LoadReport(prefill_tokens_per_s=1000, overhead_s=0.01))._replace(**advert)
-    peer = None if local else Peer(name.partition("/")[0], "address", now)
+    peer = None if local else Peer(name.partition("/")[0], "address", now, Limits(GossipSettings()))
     return Standing(copy, peer, bit, now)
 
 
