@@ -59,7 +59,7 @@ class GossipSettings:
     contact: str = ""
     max_endpoints: int = 4096
     max_owner_endpoints: int = 256
-    max_hearsay: int = 1024
+    max_hearsay: int = 256
     max_keys: int = 1 << 20
     max_owner_keys: int = 1 << 22
     max_all_keys: int = 1 << 24

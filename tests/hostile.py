@@ -18,8 +18,8 @@ from prefixroute.sim.serving import Attempt, Gossiping, Job, ServingSettings
 from prefixroute.sim.workloads import Trace
 
 EVIL = "evil"
-CELL = CellSettings(4, "zipf1.5", 0.5, 0.2, 1.3, 0.002, 250)
-"""A fleet that is a little overloaded: how long it takes shows its throughput."""
+CELL = CellSettings(4, "zipf1.5", 0.5, 0.2, 0.9, 0.002, 90)
+"""A fleet at nine tenths of its load without routing: one that loses a tenth of its throughput falls behind."""
 
 
 class Attacker:
@@ -79,7 +79,7 @@ Attack = Callable[[Attacker, float], None]
 class Fleet(Gossiping):
     """A run under attack: `attack(attacker, now)` is called every `every_s` seconds while requests are served."""
 
-    def __init__(self, trace: Trace, settings: ServingSettings, attack: Attack | None, every_s: float = 0.25) -> None:
+    def __init__(self, trace: Trace, settings: ServingSettings, attack: Attack | None, every_s: float = 0.5) -> None:
         super().__init__(trace, settings, 1, POLICIES["rent"])
         self._attack = attack
         self._every_s = every_s
@@ -160,7 +160,7 @@ class Fleet(Gossiping):
         self.send(job, self._going(job, following, now), now)
 
 
-def fleet(attack: Attack | None, cell: CellSettings = CELL, every_s: float = 0.25) -> Fleet:
+def fleet(attack: Attack | None, cell: CellSettings = CELL, every_s: float = 0.5) -> Fleet:
     """Make a fleet of a cell under an attack, not run yet."""
     trace = trace_of(cell, 1)
     return Fleet(trace, cell.serving(trace), attack, every_s)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import random
 import tracemalloc
 from functools import cache, lru_cache
+from math import inf
 
+import msgspec
 import numpy as np
 import pytest
 from hostile import EVIL, Attack, Attacker, Fleet, fleet
+from network import DOMAIN
+from said import sent_by
 
-from prefixroute import NodeSettings
+from prefixroute import Node, NodeSettings
 from prefixroute.codec import encode_sorted
 from prefixroute.digest import KEY_LIMIT, LAST_BEAT, MAX_MISSING, Kind, LoadWire, Update, VectorEntry, Want, checksum
 from prefixroute.limits import honest_datagrams_per_s
@@ -80,10 +85,10 @@ def member_inflates(evil: Attacker, now: float) -> None:
     want = Want(1, 0, 2, [(i << 20, (i << 20) + 1) for i in range(MAX_MISSING)])
     for name in evil.fleet.names:
         for i in range(4):
-            names = [f"{LONG[:75]}{evil.rng.getrandbits(32):x}"[:78] + "/0" for _ in range(100)]
+            names = [f"{LONG[:75]}{evil.rng.getrandbits(32):x}"[:78] + "/0" for _ in range(40)]
             evil.say(name, Kind.SYN, [VectorEntry(n, NEVER // 2 - 1, 5, 9, 1, 2, 3, LoadWire(), want) for n in names])
             evil.say(name, Kind.ACK, [VectorEntry(f"{EVIL}/{i}{now}", 1, 5, 9)])
-            evil.say(name, Kind.ACK, updates=[snapshot(f"{EVIL}/{i}{now}", 1, 2, 9000, url="u" * 256)])
+            evil.say(name, Kind.ACK, updates=[snapshot(f"{EVIL}/{i}{now}", 1, 2, 2000, url="u" * 256)])
 
 
 def member_cuts(evil: Attacker, now: float) -> None:
@@ -102,7 +107,7 @@ def member_cuts(evil: Attacker, now: float) -> None:
 def member_claims_all(evil: Attacker, now: float) -> None:
     """It holds every prompt, is idle, and serves nothing."""
     keys = np.array(sorted(evil.fleet.all_keys()), np.uint64)
-    version = 2 + int(now * 4)
+    version = 2 + int(now * 2)
     update = Update(
         *(f"{EVIL}/0", 1, 0, version, checksum(keys), 1, 0, 0, encode_sorted(keys, KEY_LIMIT), b""), url="http://evil:1"
     )
@@ -122,7 +127,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 def everything(evil: Attacker, now: float) -> None:
-    list(ATTACKS.values())[int(now * 4) % len(ATTACKS)](evil, now)
+    list(ATTACKS.values())[int(now * 2) % len(ATTACKS)](evil, now)
 
 
 # --- what must hold ----------------------------------------------------------------------------------------
@@ -130,7 +135,7 @@ def everything(evil: Attacker, now: float) -> None:
 
 @lru_cache
 def undisturbed() -> Fleet:
-    run = fleet(None)
+    run = fleet(lambda evil, now: None)
     run.run()
     return run
 
@@ -225,25 +230,42 @@ def test_a_flood_is_looked_at_no_more_than_it_may() -> None:
         assert node.counters["rejected_forged"] + node.counters["rejected_limited"] > 0
 
 
+BYTES_OF_A_NODE = 4 << 20
+BYTES_OF_A_KEY = 136
+BYTES_OF_AN_ENDPOINT = 16384
+"""The bound that docs/security.md states."""
+
+
 def test_memory_of_a_node_stays_within_its_stated_bound() -> None:
-    """Everything that the hostile member makes a node keep: measured while it does its worst."""
-    cell_run = fleet(member_inflates)
+    """All that one member can make a node keep: endpoints of maximal names, sets, parts of transfers, last words."""
+    bounds = {"max_endpoints": 500, "max_hearsay": 200, "max_all_keys": 150_000, "max_owner_keys": 100_000}
+    settings = NodeSettings(replay_window=0, peer_work=inf, excess=inf, **bounds)  # type: ignore[arg-type]
+    node = Node("a", DOMAIN, rng=random.Random(1), now=0.0, settings=settings)
+    node.add_peer(EVIL, EVIL, 0.0)
+
+    def say(**fields: object) -> None:
+        node.receive_datagram(sent_by(EVIL, Kind.ACK, **fields), EVIL, 1.0)
+
+    coded(900, 2)
     gc.collect()
     tracemalloc.start()
     try:
-        cell_run.run()
-        cell_run.attacker.tape.clear()
+        for i in range(300):
+            names = [f"{LONG[:70]}{i:05}"[:76] + "/0", f"{EVIL}/{i}"]
+            say(vector=[VectorEntry(name, 1, 5, 9, 1, 2, 3, LoadWire(reason="r" * 64)) for name in names])
+            say(updates=[snapshot(name, 1, 2, 900, url="u" * 256, contact="c" * 80) for name in names])
+            part = Update(names[1], 1, 0, 9, 1, 1, 2 * i, 2 * i + 1, b"", b"")
+            say(updates=[msgspec.structs.replace(part, lower=4 * j, upper=4 * j + 1) for j in range(40)])
+        for i in range(600):
+            say(vector=[VectorEntry(f"{EVIL}/{i}", 1, LAST_BEAT), VectorEntry(f"{EVIL}/x{i}", 1, 1)])
+        while node.next_timer() <= 1.0:
+            node.handle_timer(1.0)
+            node.datagrams_to_send(1.0)
+        node.events()
         gc.collect()
         held = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    keys = sum(node._gossip.members.holdings.total for node in cell_run.nodes)
-    endpoints = sum(len(node.digests()) for node in cell_run.nodes)
-    assert keys > 100_000 and endpoints > 2000
-    assert held <= BYTES_OF_A_NODE * len(cell_run.nodes) + BYTES_OF_A_KEY * keys + BYTES_OF_AN_ENDPOINT * endpoints
-
-
-BYTES_OF_A_NODE = 24 << 20
-BYTES_OF_A_KEY = 120
-BYTES_OF_AN_ENDPOINT = 16384
-"""The bound that docs/security.md states."""
+    keys, endpoints = node._gossip.members.holdings.total, len(node.digests())
+    assert keys > 40_000 and endpoints > 400 and len(node._gossip.members.left) > 200
+    assert held <= BYTES_OF_A_NODE + BYTES_OF_A_KEY * keys + BYTES_OF_AN_ENDPOINT * endpoints
