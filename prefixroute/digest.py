@@ -5,8 +5,8 @@ Layout of a datagram (docs/wire.md has it in full; golden files pin it):
     magic "PRT2" 4 | kind 1 | domain fingerprint 8 | tag 16 | body: MessagePack
 
 Rules:
-1. The tag is keyed BLAKE2b-128 over everything but itself, with the cluster's secret. It is checked before a byte of
-   the body is read.
+1. The tag is keyed BLAKE2b-128 over everything but itself, with a secret of the cluster's. It is checked before a byte
+   of the body is read.
 2. Every length is bounded by the datagram's own length and by the limits below before anything is allocated.
 3. Any bytes give a value or `DecodeError`; nothing else.
 4. Wire keys travel sorted and Rice-coded, removed ones by rank, cut by key range into parts that fit the budget.
@@ -168,11 +168,12 @@ class Stamp(NamedTuple):
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """A datagram that was verified: its kind, its domain's fingerprint and its body."""
+    """A datagram that was verified: kind, fingerprint of its domain, body, and the number of the secret that signed."""
 
     kind: Kind
     fingerprint: bytes
     message: Message
+    signed: int = 0
 
 
 _LONGEST_STAMP = Stamp(2**32 - 1, 2**63 - 1, 2**32 - 1)
@@ -222,8 +223,8 @@ def overhead_bytes(head: Message) -> int:
     return HEADER_BYTES + len(_encoder.encode(bare)) + 8
 
 
-def decode(data: bytes, secret: bytes) -> Envelope:
-    """Decode and verify a datagram.
+def decode(data: bytes, *secrets: bytes) -> Envelope:
+    """Decode and verify a datagram that was signed with one of these secrets.
 
     Raises `DecodeError` of kind ``oversized``, ``truncated``, ``magic``, ``version``, ``forged``, ``kind`` or
     ``malformed``. A foreign domain is no error here: compare `Envelope.fingerprint`.
@@ -238,7 +239,8 @@ def decode(data: bytes, secret: bytes) -> Envelope:
         raise DecodeError("version", f"wire version {data[3:4]!r}, this is {MAGIC[3:4]!r}")
     at = HEADER_BYTES - TAG_BYTES
     front, tag, body = data[:at], data[at:HEADER_BYTES], data[HEADER_BYTES:]
-    if not compare_digest(tag, _tag(secret, front, body)):
+    signed = next((i for i, secret in enumerate(secrets) if compare_digest(tag, _tag(secret, front, body))), None)
+    if signed is None:
         raise DecodeError("forged", "the tag does not verify: corrupted, forged, or made with another secret")
     try:
         kind = Kind(front[4])
@@ -248,7 +250,7 @@ def decode(data: bytes, secret: bytes) -> Envelope:
         message = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError("malformed", str(error)) from None
-    return Envelope(kind, front[5:13], message)
+    return Envelope(kind, front[5:13], message, signed)
 
 
 def checksum(keys: Keys) -> int:

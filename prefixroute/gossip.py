@@ -82,6 +82,8 @@ class Gossip:
             )
         self._domain = domain
         self._fingerprint = domain.fingerprint
+        self.secrets: tuple[bytes, ...] = (domain.secret,)
+        """What authenticates datagrams: the first signs, each is good."""
         self._rng = rng
         self._emit = emit
         self._counters = counters
@@ -172,7 +174,7 @@ class Gossip:
             self._reject(source, "limited", "more than is looked at of one address, or of all that nothing proves")
             return False
         try:
-            envelope = decode(data, self._domain.secret)
+            envelope = decode(data, *self.secrets)
         except DecodeError as error:
             self._reject(source, error.kind, str(error))
             return False
@@ -180,6 +182,8 @@ class Gossip:
 
     def _take(self, envelope: Envelope, source: Hashable, size: int, now: float) -> bool:
         """Take a datagram whose tag is right."""
+        if envelope.signed:
+            self._counters["datagrams_signed_otherwise"] += 1
         self.members.watch(now)
         message = envelope.message
         if envelope.fingerprint != self._fingerprint:
@@ -226,7 +230,7 @@ class Gossip:
             return
         head = msgspec.structs.replace(self.freshness.challenge(message, size, now), sender=self.node)
         stamp = self.freshness.stamp(message.life)
-        data = encode(Kind.SYN_ACK, self._fingerprint, self._domain.secret, head, stamp=stamp)
+        data = encode(Kind.SYN_ACK, self._fingerprint, self.secrets[0], head, stamp=stamp)
         self._out(message.contact if peer is None else peer.address, data)
 
     def _hear(self, peer: Peer, kind: Kind, message: Message, now: float) -> None:
@@ -340,7 +344,7 @@ class Gossip:
 
     def _put(self, peer: Peer, kind: Kind, head: Message, entries: list[bytes], updates: list[bytes]) -> int:
         stamp = self.freshness.stamp(peer.life)
-        data = encode(kind, self._fingerprint, self._domain.secret, head, entries, updates, stamp)
+        data = encode(kind, self._fingerprint, self.secrets[0], head, entries, updates, stamp)
         return self._out(peer.address, data)
 
     def _out(self, address: Hashable, data: bytes) -> int:

@@ -29,7 +29,7 @@ from .changes import Changes
 from .codec import Keys
 from .copies import Copy, owner_of
 from .decision import Decision, Explanation, Outcome
-from .domain import Domain
+from .domain import Domain, checked_secrets
 from .endpoint import LocalEndpoint
 from .errors import UsageError
 from .events import (
@@ -62,7 +62,7 @@ MAX_EVENTS = 1024
 
 
 class Node:
-    """One node of the fleet. `node` is its name, unique in the cluster and without a slash.
+    """One node of the fleet. `node` is its name, unique in the cluster and without a slash. `rng` is seeded by chance.
 
     Raises `UsageError` for names and settings that cannot be used.
     """
@@ -76,6 +76,7 @@ class Node:
         now: float,
         settings: NodeSettings | None = None,
         policy: Policy | None = None,
+        secrets: Sequence[bytes] = (),
     ) -> None:
         self.node = _name(node)
         self.domain = domain
@@ -107,6 +108,8 @@ class Node:
         self._gossip = Gossip(
             node, domain, self.settings, rng, now, self._events.append, self.counters, self._index_replica
         )
+        if secrets:
+            self.set_secrets(secrets)
 
     # --- membership ----------------------------------------------------------------------------------------
 
@@ -169,6 +172,14 @@ class Node:
         self._begin(now)
         if self._gossip.members.remove_peer(node):
             self._follow_copies(now)
+
+    def set_secrets(self, secrets: Sequence[bytes]) -> None:
+        """Authenticate datagrams with `secrets` from now on: the first signs, each is good; by default the domain's.
+
+        So they are changed in three steps over the fleet: old and new, new and old, new alone. Keys and fingerprint
+        stay those of the domain's own secret. Raises `UsageError` for none, more than four, or one that is too long.
+        """
+        self._gossip.secrets = checked_secrets(secrets)
 
     # --- transport -----------------------------------------------------------------------------------------
 

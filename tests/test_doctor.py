@@ -220,7 +220,7 @@ def test_pages_of_the_doctor_refuse_what_makes_no_sense(tmp_path: Path) -> None:
 def test_probes_of_another_secret_get_no_echo_and_reach_no_node(tmp_path: Path) -> None:
     async def work(nodes: Fleet) -> list[Finding]:
         domain = Domain("m", "emulator", secret=b"a guess")
-        stranger = Echo(await UdpTransport.open(), domain)
+        stranger = Echo(await UdpTransport.open(), (domain.secret,))
         try:
             carried = await stranger.probe(("127.0.0.1", nodes.two.config.gossip.port), 100, 2, 0.05)
         finally:

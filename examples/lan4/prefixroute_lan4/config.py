@@ -14,6 +14,7 @@ from prefixroute_inproc import is_tap, sources_of_tap
 from prefixroute_zmq import endpoint_of_rank
 
 from prefixroute import Domain, NodeSettings, PushBackSettings, policy
+from prefixroute.domain import checked_secrets
 from prefixroute.errors import UsageError
 from prefixroute.policy import Policy
 
@@ -84,7 +85,7 @@ class EngineConfig(_Strict, frozen=True, kw_only=True):
 
 
 class DomainConfig(_Strict, frozen=True, kw_only=True):
-    """What must be equal on all nodes. `secret` keys the prefix hashes and authenticates gossip."""
+    """What must be equal on all nodes. `secret` keys prefix hashes, and authenticates unless `secrets` are given."""
 
     model: str
     tokenizer: str
@@ -126,6 +127,10 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
 
     `url` is where the other sidecars reach this one; by default ``http://HOST:PORT`` of `http`. With `learn_peers` one
     peer is enough: the node learns the others from it, and they learn this one, by the address in `gossip`.
+
+    `secrets` authenticate what nodes say to each other: the first signs, each is good; by default the domain's. SIGHUP
+    makes a running sidecar read them anew, see docs/security.md. `forward_hosts` are the hosts that prompts may be sent
+    to, whatever peers say of their address; by default any, over http or https.
     """
 
     node: str
@@ -137,6 +142,8 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
     learn_peers: bool = False
     policy: str = "default"
     url: str = ""
+    secrets: tuple[str, ...] = ()
+    forward_hosts: tuple[str, ...] = ()
     timeouts: TimeoutConfig = TimeoutConfig()
     push_back: PushBackConfig = PushBackConfig()
 
@@ -145,6 +152,12 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if self.node in {peer.node for peer in self.peers}:
             raise ValueError(f"{self.node!r} is listed among its own peers")
+        checked_secrets(self.secret_bytes)
+
+    @property
+    def secret_bytes(self) -> tuple[bytes, ...]:
+        """What authenticates: the first signs."""
+        return tuple(secret.encode() for secret in self.secrets or (self.domain.secret,))
 
     @property
     def public_url(self) -> str:
