@@ -13,7 +13,7 @@ from prefixroute.fleet import SAMPLED, Fleet
 from prefixroute.ledger import ARRIVALS_S
 from prefixroute.limits import Limits
 from prefixroute.load import DEFAULT_PREFILL_TOKENS_PER_S, Advert
-from prefixroute.standing import BELIEF, DEFAULT_RTT_S, SURPRISE_FADES_S, Send, Standing
+from prefixroute.standing import BELIEF, DEFAULT_RTT_S, Send, Standing
 from prefixroute.tempo import GossipSettings
 
 SEEDS = range(12)
@@ -402,7 +402,7 @@ def test_first_tokens_that_come_late_count_against_what_a_peer_says_and_that_fad
     for i in range(20):
         liar.surprised(2.1, 0.1, float(i))
     assert liar.wait_s(19.0) == pytest.approx(2.0, rel=0.3)
-    assert liar.wait_s(19.0 + SURPRISE_FADES_S) < liar.wait_s(19.0) / 2.5
+    assert liar.wait_s(19.0 + liar.lateness.fades_s) < liar.wait_s(19.0) / 2.5
     for i in range(20):
         liar.surprised(0.1, 0.1, 20.0 + i)
     assert liar.wait_s(40.0) < 0.1
