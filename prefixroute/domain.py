@@ -26,9 +26,6 @@ MAX_SECRET_BYTES = 64
 MAX_SECRETS = 4
 """Secrets that are good at one time: what is forged is held against each."""
 
-GOOD_SECRET_BYTES = 16
-"""Of chance: a shorter secret can be guessed by who has one datagram."""
-
 MAX_FIELD_CHARS = 256
 """Bound of a readable field, so that a peer's domain fits a datagram."""
 

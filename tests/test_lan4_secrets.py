@@ -19,7 +19,7 @@ from prefixroute_lan4.doctor_host import check
 from prefixroute_lan4.exchange import allowed
 from prefixroute_lan4.sidecar import reread_on_sighup
 
-from prefixroute import Domain, UsageError
+from prefixroute import Domain
 
 OLD, NEW = b"the fleet's", b"another one of sixteen and more"
 TOKENS = array("I", [1, 2, 3])
@@ -102,7 +102,7 @@ def test_a_configuration_with_secrets_that_cannot_be_used_is_refused(tmp_path: P
     async def test(pair: Pair) -> None:
         config = pair.one.sidecar.config
         for secrets in (("a", "a"), ("a", "b", "c", "d", "e"), ("x" * 65,)):
-            with pytest.raises(UsageError, match="secret"):
+            with pytest.raises(ValueError, match="secret"):
                 structs.replace(config, secrets=secrets).__post_init__()
 
     run_pair(test, tmp_path)

@@ -14,13 +14,15 @@ from prefixroute_inproc import is_tap, sources_of_tap
 from prefixroute_zmq import endpoint_of_rank
 
 from prefixroute import Domain, NodeSettings, PushBackSettings, policy
-from prefixroute.domain import checked_secrets
 from prefixroute.errors import UsageError
 from prefixroute.policy import Policy
 
 DEFAULT_POLICY = "default"
 POLICIES = (DEFAULT_POLICY, *policy.POLICIES)
 """Words for `SidecarConfig.policy`."""
+
+GOOD_SECRET_BYTES = 16
+"""Of chance: a shorter secret can be guessed by who hears one datagram."""
 
 ENGINE_KINDS = ("vllm", "sglang")
 """Words for `EngineConfig.kind`: whose adapter reads events and load."""
@@ -152,7 +154,9 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if self.node in {peer.node for peer in self.peers}:
             raise ValueError(f"{self.node!r} is listed among its own peers")
-        checked_secrets(self.secret_bytes)
+        given = self.secret_bytes
+        if len(given) > 4 or len(set(given)) < len(given) or max(map(len, given)) > 64:
+            raise ValueError("secrets must be at most four, all different, of at most 64 bytes")
 
     @property
     def secret_bytes(self) -> tuple[bytes, ...]:

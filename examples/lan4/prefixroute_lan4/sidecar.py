@@ -41,14 +41,13 @@ from starlette.types import Receive, Scope, Send
 
 from prefixroute import Decision, EndpointStats, Node
 from prefixroute.aio import Driver
-from prefixroute.domain import GOOD_SECRET_BYTES
 from prefixroute.errors import UsageError
 from prefixroute.events import NodeEvent
 
 from .attach import Attachment
 from .carried import TOKENS_HEADER, Carrier
 from .client import KEEPALIVE_S, Client, HttpError
-from .config import SidecarConfig, load_config, make_policy
+from .config import GOOD_SECRET_BYTES, SidecarConfig, load_config, make_policy
 from .doctor_host import Echo, WallClock
 from .door import Gone, body_of, error_reply, headers_of, path_of, send_reply, unless_gone
 from .exchange import BUDGET_HEADER, HOP_HEADER, Call, Exchange, Site, budget_of, declined_reply
