@@ -223,11 +223,10 @@ def overhead_bytes(head: Message) -> int:
     return HEADER_BYTES + len(_encoder.encode(bare)) + 8
 
 
-def decode(data: bytes, *secrets: bytes) -> Envelope:
-    """Decode and verify a datagram that was signed with one of these secrets.
+def verify(data: bytes, *secrets: bytes) -> int:
+    """Return which of these secrets signed a datagram. O(bytes), 2 us.
 
-    Raises `DecodeError` of kind ``oversized``, ``truncated``, ``magic``, ``version``, ``forged``, ``kind`` or
-    ``malformed``. A foreign domain is no error here: compare `Envelope.fingerprint`.
+    Raises `DecodeError` of kind ``oversized``, ``truncated``, ``magic``, ``version`` or ``forged``.
     """
     if len(data) > MAX_DATAGRAM_BYTES:
         raise DecodeError("oversized", f"{len(data)} bytes, at most {MAX_DATAGRAM_BYTES}")
@@ -239,9 +238,21 @@ def decode(data: bytes, *secrets: bytes) -> Envelope:
         raise DecodeError("version", f"wire version {data[3:4]!r}, this is {MAGIC[3:4]!r}")
     at = HEADER_BYTES - TAG_BYTES
     front, tag, body = data[:at], data[at:HEADER_BYTES], data[HEADER_BYTES:]
-    signed = next((i for i, secret in enumerate(secrets) if compare_digest(tag, _tag(secret, front, body))), None)
-    if signed is None:
-        raise DecodeError("forged", "the tag does not verify: corrupted, forged, or made with another secret")
+    for signed, secret in enumerate(secrets):
+        if compare_digest(tag, _tag(secret, front, body)):
+            return signed
+    raise DecodeError("forged", "the tag does not verify: corrupted, forged, or made with another secret")
+
+
+def decode(data: bytes, *secrets: bytes) -> Envelope:
+    """Decode and verify a datagram that was signed with one of these secrets.
+
+    Raises `DecodeError` as `verify` does, or of kind ``kind`` or ``malformed``. A foreign domain is no error here:
+    compare `Envelope.fingerprint`.
+    """
+    signed = verify(data, *secrets)
+    at = HEADER_BYTES - TAG_BYTES
+    front, body = data[:at], data[HEADER_BYTES:]
     try:
         kind = Kind(front[4])
     except ValueError:

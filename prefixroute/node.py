@@ -193,6 +193,10 @@ class Node:
             self._upkeep.go_on()
         self._gossip.pack(SEND_BYTES)
 
+    def screen(self, data: bytes, source: Hashable, now: float) -> bool:
+        """Whether a datagram has a right tag; others are counted and told here, so that a transport can drop them."""
+        return self._gossip.screen(data, source, now)
+
     def datagrams_to_send(self, now: float) -> list[Datagram]:
         """Return the datagrams to send now; each is returned once."""
         return self._gossip.take_outbox()

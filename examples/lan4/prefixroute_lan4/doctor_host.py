@@ -18,7 +18,7 @@ from hmac import compare_digest
 from typing import Any, Final, NamedTuple
 
 from prefixroute import Domain, __version__
-from prefixroute.aio import Transport
+from prefixroute.aio import Screen, Transport
 from prefixroute.errors import UsageError
 
 MAGIC: Final = b"prefixroute echo"
@@ -92,6 +92,18 @@ class Echo:
         """Probes go out under the first, and are echoed under the one that they came with."""
         self._waiting: dict[bytes, asyncio.Future[None]] = {}
 
+    @property
+    def screen(self) -> Screen | None:
+        """What the inner transport asks before it takes a datagram, if it asks at all."""
+        return getattr(self._inner, "screen", None)
+
+    @screen.setter
+    def screen(self, screen: Screen) -> None:
+        if hasattr(self._inner, "screen"):
+            self._inner.screen = lambda data, source: (
+                self._asked_with(data) is not None if data.startswith(MAGIC) else screen(data, source)
+            )
+
     async def send(self, address: Hashable, data: bytes) -> None:
         """Send one datagram."""
         await self._inner.send(address, data)
@@ -138,13 +150,19 @@ class Echo:
                 del self._waiting[nonce]
                 answer.cancel()
 
+    def _asked_with(self, data: bytes) -> bytes | None:
+        """The secret that sealed a probe, None if none of ours did."""
+        if not MIN_BYTES <= len(data) <= MAX_BYTES:
+            return None
+        start = len(MAGIC)
+        kind, nonce = data[start : start + 1], data[start + 1 : start + 1 + _NONCE]
+        seals = ((secret, _sealed(secret, kind, nonce, len(data))) for secret in self.secrets)
+        return next((secret for secret, sealed in seals if compare_digest(data, sealed)), None)
+
     async def _take(self, data: bytes, source: Hashable) -> None:
         start = len(MAGIC)
         kind, nonce = data[start : start + 1], data[start + 1 : start + 1 + _NONCE]
-        if not MIN_BYTES <= len(data) <= MAX_BYTES:
-            return
-        seals = ((secret, _sealed(secret, kind, nonce, len(data))) for secret in self.secrets)
-        asked_with = next((secret for secret, sealed in seals if compare_digest(data, sealed)), None)
+        asked_with = self._asked_with(data)
         if asked_with is None:
             return
         if kind == _ASK:
