@@ -31,7 +31,7 @@ MAX_QUEUED_DATAGRAMS = 4096
 READ_AT_ONCE = 32
 """Datagrams that one turn of the event loop reads: some 0.3 ms."""
 
-MAX_REFUSED_PER_S = 1000.0
+MAX_REFUSED_PER_S = 2000.0
 """Datagrams without a right tag that are read in a second: 3 % of a processor. Of a flood the kernel drops the rest."""
 
 PAUSE_S = 0.005
