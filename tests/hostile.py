@@ -79,7 +79,7 @@ Attack = Callable[[Attacker, float], None]
 class Fleet(Gossiping):
     """A run under attack: `attack(attacker, now)` is called every `every_s` seconds while requests are served."""
 
-    def __init__(self, trace: Trace, settings: ServingSettings, attack: Attack | None, every_s: float = 0.5) -> None:
+    def __init__(self, trace: Trace, settings: ServingSettings, attack: Attack | None, every_s: float = 1.0) -> None:
         super().__init__(trace, settings, 1, POLICIES["rent"])
         self._attack = attack
         self._every_s = every_s
@@ -160,7 +160,7 @@ class Fleet(Gossiping):
         self.send(job, self._going(job, following, now), now)
 
 
-def fleet(attack: Attack | None, cell: CellSettings = CELL, every_s: float = 0.5) -> Fleet:
+def fleet(attack: Attack | None, cell: CellSettings = CELL, every_s: float = 1.0) -> Fleet:
     """Make a fleet of a cell under an attack, not run yet."""
     trace = trace_of(cell, 1)
     return Fleet(trace, cell.serving(trace), attack, every_s)
