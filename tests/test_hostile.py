@@ -46,7 +46,7 @@ def snapshot(endpoint: str, incarnation: int, version: int, n: int, **more: obje
 
 def outsider_floods(evil: Attacker, now: float) -> None:
     for name in evil.fleet.names:
-        for i in range(500):
+        for i in range(2000):
             junk = b"PRT2" + evil.rng.randbytes(60)
             evil.fleet.inject(name, junk, f"spoofed {now} {i}" if i % 2 else evil.rng.choice(evil.fleet.names))
 
@@ -227,7 +227,7 @@ def test_a_flood_is_looked_at_no_more_than_it_may() -> None:
         sources = 1 + node.settings.fan_out * (len(run.nodes) - 1 + 1)
         most = node.settings.excess * honest_datagrams_per_s(node.settings) * sources * (run.served.virtual_s + 2)
         assert node.counters["rejected_forged"] <= most
-        assert node.counters["rejected_forged"] + node.counters["rejected_limited"] > 0
+        assert node.counters["rejected_limited"] > 1000
 
 
 BYTES_OF_A_NODE = 4 << 20
