@@ -13,9 +13,11 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from .digest import LAST_BEAT, MARK_MASK, LoadWire, VectorEntry, Want
+from .limits import Limits
 from .load import Advert, LoadReport
 from .replica import OwnedSet, WriterSet
 from .transfer import Assembly
+from .window import Window
 
 
 class Rhythm:
@@ -44,9 +46,24 @@ class Rhythm:
 class Peer:
     """Another node that this one talks to; `learnt` when gossip made it one, not the caller."""
 
-    __slots__ = ("address", "heard_at", "learnt", "node", "probes", "rhythm", "rtt_s", "same_domain", "state")
+    __slots__ = (
+        "address",
+        "answers",
+        "heard_at",
+        "learnt",
+        "life",
+        "meter",
+        "node",
+        "probes",
+        "rhythm",
+        "rtt_s",
+        "same_domain",
+        "state",
+        "window",
+        "work",
+    )
 
-    def __init__(self, node: str, address: Hashable, now: float, learnt: bool = False) -> None:
+    def __init__(self, node: str, address: Hashable, now: float, limits: Limits, learnt: bool = False) -> None:
         self.node = node
         self.address = address
         self.learnt = learnt
@@ -56,6 +73,12 @@ class Peer:
         self.state = "new"
         self.rtt_s: float | None = None
         self.probes: dict[int, float] = {}
+        self.life = 0
+        """Its present run, as far as that is proved."""
+        self.window: Window | None = None
+        self.meter = limits.of_peer()
+        self.answers = limits.of_answers()
+        self.work = limits.of_work()
 
 
 class Left(NamedTuple):

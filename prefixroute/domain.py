@@ -9,6 +9,7 @@ Rules:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
@@ -21,6 +22,9 @@ HASH_VERSION = 1
 
 MAX_SECRET_BYTES = 64
 """BLAKE2b's own limit for a key."""
+
+MAX_SECRETS = 4
+"""Secrets that are good at one time: what is forged is held against each."""
 
 MAX_FIELD_CHARS = 256
 """Bound of a readable field, so that a peer's domain fits a datagram."""
@@ -35,13 +39,26 @@ def keyed_digest(secret: bytes, purpose: str, *parts: bytes, size: int = 8) -> b
     return state.digest()
 
 
+def checked_secrets(secrets: Sequence[bytes]) -> tuple[bytes, ...]:
+    """Return secrets that authenticate, the first of which signs. Raises `UsageError` when they cannot be used."""
+    if isinstance(secrets, (str, bytes)) or not 0 < len(secrets) <= MAX_SECRETS:
+        raise UsageError(f"secrets must be a list of 1 to {MAX_SECRETS}, the one that signs first")
+    for secret in secrets:
+        if not isinstance(secret, bytes) or len(secret) > MAX_SECRET_BYTES:
+            raise UsageError(f"a secret must be at most {MAX_SECRET_BYTES} bytes; pass a hash of a longer one")
+    if len(set(secrets)) < len(secrets):
+        raise UsageError("secrets must differ from each other")
+    return tuple(secrets)
+
+
 @dataclass(frozen=True, slots=True)
 class Domain:
     """What must be equal for keys to be comparable: model, tokenizer, block size, policy and secret.
 
     `tokenizer` is whatever names the tokenizer's exact content, a hash of its file for instance.
     `block_size` is the canonical block in tokens, whatever blocks or pages the engines use. Nodes compare by
-    `fingerprint`, 64 bits over all of it. Raises `UsageError` for a field that is empty, too long or out of range.
+    `fingerprint`, 64 bits over all of it. The secret keys the hashes; unless a node is given others, it authenticates
+    datagrams as well. Raises `UsageError` for a field that is empty, too long or out of range.
     """
 
     model: str

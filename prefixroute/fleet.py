@@ -4,7 +4,9 @@ Rules:
 1. A decision looks at a handful of endpoints, never at all: the ranking is kept up to date as reports and bookings
    come, and a search asks it for the first few within a bitmask.
 2. Masks say who is usable: suspended, refusing and unheard endpoints are out; overloaded ones are set apart.
-3. So are those that a rule for zones lets in above a saving only; those that it never lets in are out.
+3. Endpoints that have not served anything yet share the suspension of their owner, and those whose owner is no peer one
+   in all: who makes endpoints up is found out once, not once for each.
+4. Set apart are also those that a rule for zones lets in above a saving only; those that it never lets in are out.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections import Counter
 from itertools import islice
 from math import inf
 
-from .load import Pace, PushBackState
+from .load import Pace, PushBackState, Suspension
 from .standing import DEFAULT_RTT_S, Send, Standing
 from .zones import Gate
 
@@ -43,6 +45,8 @@ class Fleet:
         self.barred = 0
         """Out by a rule for zones, and by nothing else."""
         self._owners: Counter[str] = Counter()
+        """Endpoints by owner: of this node's, and of its peers' own word or of others' about them."""
+        self._untried: dict[str, Suspension] = {}
         self._typical_s = 0.0
         """Work of a typical forward to a peer that holds a prefix of it."""
         self._cold_s = 0.0
@@ -73,9 +77,12 @@ class Fleet:
         """Take an endpoint in. O(log n) and a memmove."""
         if not standing.local:
             standing.default_rtt_s = self._typical_rtt_s()
+            group = _owner_of(standing) if standing.peer is not None else ""
+            standing.suspension = self._untried.setdefault(group, standing.suspension)
         self.standings[standing.name] = standing
         self.by_bit[standing.bit] = standing
-        self._owners[standing.name.partition("/")[0]] += 1
+        if standing.local or standing.peer is not None:
+            self._owners[_owner_of(standing)] += 1
         if standing.local:
             self.local |= standing.bit
         self.refresh(standing, now)
@@ -84,10 +91,12 @@ class Fleet:
         """Take an endpoint out."""
         standing = self.standings.pop(endpoint)
         del self.by_bit[standing.bit]
-        owner = endpoint.partition("/")[0]
-        self._owners[owner] -= 1
-        if not self._owners[owner]:
-            del self._owners[owner]
+        owner = _owner_of(standing)
+        if owner in self._owners:
+            self._owners[owner] -= 1
+            if not self._owners[owner]:
+                del self._owners[owner]
+                self._untried.pop(owner, None)
         self._unrank(standing)
         clear = ~standing.bit
         self.usable &= clear
@@ -111,6 +120,19 @@ class Fleet:
         self.overloaded = self.overloaded | bit if overloaded else self.overloaded & ~bit
         self.rank(standing, now)
 
+    def served(self, standing: Standing) -> bool:
+        """Note that a forward was answered; return whether that ended a suspension. From now on it has its own."""
+        ended = standing.suspension.served()
+        if standing.suspension in self._untried.values():
+            standing.suspension = Suspension()
+        return ended
+
+    def refresh_sharing(self, standing: Standing, now: float) -> None:
+        """Bring all up to date that share an endpoint's suspension. O(endpoints): after a failure, or for a trial."""
+        for other in list(self.standings.values()):
+            if other.suspension is standing.suspension:
+                self.refresh(other, now)
+
     def rank(self, standing: Standing, now: float) -> None:
         """Rank an endpoint anew after a booking; ties fall at random. O(log n) and a memmove.
 
@@ -126,6 +148,8 @@ class Fleet:
     def refresh_all(self, now: float) -> None:
         """Rank all endpoints anew. O(n log n): once a round."""
         default, rtt_s = self._typical_pace(), self._typical_rtt_s()
+        known = (s for s in self.standings.values() if s.local or s.peer is not None)
+        self._owners = Counter(map(_owner_of, known))
         for standing in self.standings.values():
             standing.default, standing.default_rtt_s = default, rtt_s
             self.refresh(standing, now)
@@ -211,6 +235,10 @@ class Fleet:
             assert bool(self.guarded & bit) is (0 < standing.needs_s < inf)
             assert standing.needs_s < inf or not (self.usable & bit or standing.local)
         assert self.barred & (every | self.usable) == self.barred & ~self.usable
+
+
+def _owner_of(standing: Standing) -> str:
+    return standing.name.partition("/")[0]
 
 
 def _rank_of(standing: Standing) -> tuple[float, float, int]:

@@ -8,7 +8,8 @@ updates.
 Rules:
 1. Each message fits `datagram_bytes` after encoding, and an answer as a whole fits `burst_bytes`. What does not fit is
    cut by key range and goes on from what the receiver then lacks.
-2. Nothing that arrives raises: it is counted by kind, and an event tells.
+2. Nothing that arrives raises: it is counted by kind, and an event tells, at a bounded pace. `limits` says how much
+   of it is looked at.
 3. A load travels when the receiver has not got its revision, keys when it has not got their version, and a heartbeat
    always: so a quiet fleet exchanges bare entries, and those rarely.
 4. Nobody is sent the keys of an endpoint that is suspected: who needs them will hear of it when it is back.
@@ -26,16 +27,19 @@ from itertools import chain
 from math import inf
 from typing import NamedTuple
 
+import msgspec
 from cachetools import LRUCache
 
 from .burst import Burst
 from .codec import Keys
 from .copies import Copy, Peer, owner_of
-from .digest import Kind, Message, VectorEntry, decode, encode, overhead_bytes
+from .digest import Envelope, Kind, Message, VectorEntry, decode, encode, overhead_bytes, verify
 from .domain import Domain
 from .errors import DecodeError, UsageError
 from .events import DatagramRejected, DomainMismatch, NodeEvent
+from .freshness import Freshness, Verdict
 from .intake import Intake
+from .limits import BYTE_S, COPY_S, ENTRY_S, HELD_S, UPDATE_S
 from .members import Members
 from .replica import OwnedSet
 from .tempo import GossipSettings, Tempo
@@ -77,16 +81,20 @@ class Gossip:
             raise UsageError(f"datagram_bytes must be at least {least} with names as long as this domain's")
         self._domain = domain
         self._fingerprint = domain.fingerprint
+        self.secrets: tuple[bytes, ...] = (domain.secret,)
+        """What authenticates datagrams: the first signs, each is good."""
         self._rng = rng
         self._emit = emit
         self._counters = counters
         self._outbox: list[Datagram] = []
         self._packing: dict[tuple[str, Kind], Iterator[None]] = {}
         """Bursts that are not encoded yet, each step a datagram."""
-        self._nonce = rng.getrandbits(40)
+        # A generator that is seeded the same in every run must not bring a former life back.
+        self.freshness = Freshness(node, settings, f"{rng.getrandbits(64)} {now!r}".encode())
         self._turns: Counter[bool] = Counter()
         self._partners: deque[str] = deque()
         self._refused: LRUCache[tuple[Hashable, str], float] = LRUCache(256)
+        self._now = now
 
     # --- what the node calls -------------------------------------------------------------------------------
 
@@ -139,10 +147,9 @@ class Gossip:
                 self._speak(copy, copy.keys, beats, now)
         peer = self._partner()
         if peer is not None:
-            self._nonce += 1
             if len(peer.probes) >= 8:
                 peer.probes.pop(next(iter(peer.probes)))
-            peer.probes[self._nonce] = now
+            peer.probes[self.freshness.nonce()] = now
             copies = self._rotated()
             left = (gone.entry(endpoint, now) for endpoint, gone in self.members.left.items())
             entries = chain((copy.entry(now, copy.mine) for copy in copies), left)
@@ -157,35 +164,105 @@ class Gossip:
             if entries and peer.state == "heard":
                 self._send(peer, Kind.ACK, 0, entries, [])
 
-    def receive(self, data: bytes, source: Hashable, now: float) -> None:
-        """Take one datagram from a transport. Never raises for its content."""
+    def receive(self, data: bytes, source: Hashable, now: float) -> bool:
+        """Take one datagram from a transport; return whether it was of use. Never raises for its content."""
+        self._now = now
         self._counters["datagrams_received"] += 1
         self._counters["bytes_received"] += len(data)
+        if not self.members.limits.admits(source, len(data), now):
+            self._reject(source, "limited", "more than is looked at of one address, or of all that nothing proves")
+            return False
         try:
-            envelope = decode(data, self._domain.secret)
+            envelope = decode(data, *self.secrets)
         except DecodeError as error:
             self._reject(source, error.kind, str(error))
-            return
+            return False
+        return self._take(envelope, source, len(data), now)
+
+    def screen(self, data: bytes, source: Hashable, now: float) -> bool:
+        """Whether a datagram has a right tag; one that has not is counted and told here. O(bytes)."""
+        try:
+            verify(data, *self.secrets)
+        except DecodeError as error:
+            self._now = now
+            self._counters["datagrams_received"] += 1
+            self._counters["bytes_received"] += len(data)
+            self._reject(source, error.kind, str(error))
+            return False
+        return True
+
+    def _take(self, envelope: Envelope, source: Hashable, size: int, now: float) -> bool:
+        """Take a datagram whose tag is right."""
+        if envelope.signed:
+            self._counters["datagrams_signed_otherwise"] += 1
         self.members.watch(now)
         message = envelope.message
         if envelope.fingerprint != self._fingerprint:
             self._refuse_domain(source, message, now)
-            return
+            return False
         if message.sender == self.node:
             self._reject(source, "self", "a datagram from a node of this node's own name")
-            return
-        peer = self.members.learn_peer(message.sender, message.contact, now)
-        if peer is None:
+            return False
+        peer = self.peers.get(message.sender)
+        contact = message.contact or self.freshness.contact_of(message)
+        if peer is None and not self.members.would_learn(message.sender, contact):
             self._reject(source, "stranger", f"node {message.sender!r} is no peer: add_peer it first")
+            return False
+        if peer is not None and not peer.meter.take(size, now):
+            self._reject(source, "limited", f"node {peer.node!r} sends more than an honest one does")
+            return False
+        verdict, waiting = self.freshness.judge(peer, envelope.kind, message, now)
+        if verdict is not Verdict.FRESH:
+            self._counters[f"datagrams_{verdict.value}"] += 1
+            if verdict is Verdict.CHALLENGE:
+                self._challenge(peer, message, size, now)
+            elif envelope.kind is Kind.SYN_ACK and message.nonce and message.to != self.freshness.life:
+                reason = (
+                    "a SYN in this node's name was none of it: the name is used twice, or a recording is played back"
+                )
+                self._reject(source, "namesake", reason)
+            return False
+        self.members.limits.proved(source)
+        if peer is None:
+            peer = self.members.learn_peer(message.sender, contact, now)
+            assert peer is not None, "a node that would not be learnt is a stranger"
+        if waiting is not None:
+            self.freshness.prove(peer, waiting.message, message)
+            self._time(peer, now - waiting.at)
+            self._hear(peer, Kind.SYN, waiting.message, now)
+        self._hear(peer, envelope.kind, message, now)
+        return True
+
+    def _challenge(self, peer: Peer | None, message: Message, size: int, now: float) -> None:
+        """Ask who sent a SYN for a proof that it is there now."""
+        answers = self.members.limits.challenges if peer is None else peer.answers
+        if not answers.take(1, now):
+            self._counters["limited_answers"] += 1
             return
+        head = msgspec.structs.replace(self.freshness.challenge(message, size, now), sender=self.node)
+        stamp = self.freshness.stamp(message.life)
+        data = encode(Kind.SYN_ACK, self._fingerprint, self.secrets[0], head, stamp=stamp)
+        self._out(message.contact if peer is None else peer.address, data)
+
+    def _hear(self, peer: Peer, kind: Kind, message: Message, now: float) -> None:
+        """Take a peer's own and fresh word."""
         self.members.heard_from(peer, now)
         self._measure(peer, message.echo, now)
         for entry in message.vector:
             self.members.learn(entry, peer.node, now)
         for update in message.updates:
-            self.intake.take(update, now)
-        if envelope.kind is not Kind.ACK:
-            self._answer(peer, envelope.kind, message, now)
+            copy = self.copies.get(update.endpoint)
+            held = len(copy.keys) if copy is not None else 0
+            if not peer.work.take(UPDATE_S + BYTE_S * len(update.added) + HELD_S * held, now):
+                self._counters["limited_updates"] += 1
+                break
+            self.intake.take(update, peer.node, now)
+        if kind is Kind.ACK:
+            return
+        if peer.answers.take(1, now) and peer.work.take(ENTRY_S * len(message.vector) + COPY_S * len(self.copies), now):
+            self._answer(peer, kind, message, now)
+        else:
+            self._counters["limited_answers"] += 1
 
     # --- sending -------------------------------------------------------------------------------------------
 
@@ -222,13 +299,29 @@ class Gossip:
         """Own endpoints and others in turn, each from where the last vector ended: what does not fit comes next."""
         copies: list[Copy] = []
         for mine in (True, False):
-            these = [copy for copy in self.copies.values() if copy.mine is mine]
-            start = self._turns[mine] % max(len(these), 1)
-            these = these[start:] + these[:start]
+            these = self._in_turn([copy for copy in self.copies.values() if copy.mine is mine], self._turns[mine])
             # One to one while there are both, so that neither keeps the other out of a vector.
             both = min(len(copies), len(these))
             copies = [copy for two in zip(copies, these, strict=False) for copy in two] + copies[both:] + these[both:]
         return copies
+
+    def _in_turn(self, copies: list[Copy], turn: int) -> list[Copy]:
+        """One endpoint of each peer in turn, and one of all that are hearsay: a node with many keeps no other out."""
+        groups: dict[str, list[Copy]] = {}
+        for copy in copies:
+            owner = owner_of(copy.endpoint)
+            groups.setdefault(owner if owner in self.peers else "", []).append(copy)
+        queues, rounds = list(groups.values()), turn // max(len(groups), 1)
+        start = turn % max(len(queues), 1)
+        queues = [queue[rounds % len(queue) :] + queue[: rounds % len(queue)] for queue in queues]
+        queues = queues[start:] + queues[:start]
+        ordered: list[Copy] = []
+        place = 0
+        while queues:
+            ordered += [queue[place] for queue in queues]
+            place += 1
+            queues = [queue for queue in queues if len(queue) > place]
+        return ordered
 
     def _send(self, peer: Peer, kind: Kind, echo: int, vector: Iterable[VectorEntry], debts: list[Debt]) -> int:
         """Send a vector and what is owed, in as many datagrams as the burst allows; each fits after encoding.
@@ -237,7 +330,7 @@ class Gossip:
         """
         first = not peer.same_domain
         domain, contact = (self._domain.fields(), self.settings.contact) if first else (None, "")
-        nonce = self._nonce if kind is Kind.SYN else 0
+        nonce = next(reversed(peer.probes)) if kind is Kind.SYN else 0
         head = Message(self.node, nonce, echo, True, domain, contact=contact)
         limits = (self.settings.datagram_bytes, self.settings.burst_bytes)
         burst = Burst(kind, head, *limits, partial(self._put, peer))
@@ -261,8 +354,12 @@ class Gossip:
             self._counters["updates_too_long"] += burst.too_long
 
     def _put(self, peer: Peer, kind: Kind, head: Message, entries: list[bytes], updates: list[bytes]) -> int:
-        data = encode(kind, self._fingerprint, self._domain.secret, head, entries, updates)
-        self._outbox.append(Datagram(peer.address, data))
+        stamp = self.freshness.stamp(peer.life)
+        data = encode(kind, self._fingerprint, self.secrets[0], head, entries, updates, stamp)
+        return self._out(peer.address, data)
+
+    def _out(self, address: Hashable, data: bytes) -> int:
+        self._outbox.append(Datagram(address, data))
         self._counters["datagrams_sent"] += 1
         self._counters["bytes_sent"] += len(data)
         return len(data)
@@ -294,13 +391,18 @@ class Gossip:
             entry = theirs.get(endpoint)
             if entry is not None and left.beat > (entry.incarnation, entry.heartbeat):
                 news.append(left.entry(endpoint, now))
-        # What the peer does not know at all goes first: an update of it would be dropped.
-        news.sort(key=lambda entry: entry.endpoint in theirs)
+        # What the peer does not know at all goes first: an update of it would be dropped. Hearsay comes last.
+        news.sort(key=lambda entry: (self._is_hearsay(entry.endpoint), entry.endpoint in theirs))
         debts.sort(key=lambda debt: debt.lag, reverse=True)
         if kind is Kind.SYN:
             self._send(peer, Kind.SYN_ACK, message.nonce, news, debts)
-        elif debts or news:
-            self._send(peer, Kind.ACK, 0, news, debts)
+        elif debts or news or message.nonce:
+            # A SYN-ACK with a nonce asks for its echo.
+            self._send(peer, Kind.ACK, message.nonce, news, debts)
+
+    def _is_hearsay(self, endpoint: str) -> bool:
+        owner = owner_of(endpoint)
+        return owner not in self.peers and owner != self.node
 
     # --- receiving -----------------------------------------------------------------------------------------
 
@@ -308,14 +410,18 @@ class Gossip:
         """Take the round trip that an answer ends."""
         sent = peer.probes.pop(echo, None)
         if sent is not None and now >= sent:
-            rtt = now - sent
-            # Queueing only adds to a round trip, so a shorter one counts more than a longer one.
-            old = peer.rtt_s
-            peer.rtt_s = rtt if old is None else old + (0.3 if rtt < old else 0.1) * (rtt - old)
+            self._time(peer, now - sent)
+
+    @staticmethod
+    def _time(peer: Peer, rtt: float) -> None:
+        # Queueing only adds to a round trip, so a shorter one counts more than a longer one.
+        old = peer.rtt_s
+        peer.rtt_s = rtt if old is None else old + (0.3 if rtt < old else 0.1) * (rtt - old)
 
     def _reject(self, source: object, kind: str, reason: str) -> None:
         self._counters[f"rejected_{kind}"] += 1
-        self._emit(DatagramRejected(source, kind, reason))
+        if self.members.limits.tells(self._now):
+            self._emit(DatagramRejected(source, kind, reason))
 
     def _refuse_domain(self, source: Hashable, message: Message, now: float) -> None:
         """Tell which field differs, once a minute for each source and field."""

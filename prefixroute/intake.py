@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from .codec import Keys
+from .codec import COUNT_BYTES, Keys
 from .copies import Copy, owner_of
 from .digest import KEY_LIMIT, Update
 from .errors import DecodeError
@@ -21,6 +21,9 @@ from .members import Members
 from .replica import Change, Verdict, judge
 from .tempo import GossipSettings, Tempo
 from .transfer import Arrival, Assembly, decode_keys
+
+DENSE_KEYS = 256
+"""So many keys may be as close together as they like: chance makes small ranges uneven."""
 
 STALLED_S = 1.0
 """A transfer without a part for so long gives way to another one."""
@@ -41,14 +44,15 @@ class Intake:
     ) -> None:
         self._members = members
         self._max_keys = settings.max_keys
+        self._per_key = KEY_LIMIT // settings.max_keys
         self._tempo = tempo
         self._emit = emit
         self._reject = reject
         self._counters = counters
         self._on_update = on_update
 
-    def take(self, update: Update, now: float) -> None:
-        """Take one update. O(its keys), and O(keys held) copied bytes when it completes a change.
+    def take(self, update: Update, teller: str, now: float) -> None:
+        """Take one update that `teller` sent. O(its keys), and O(keys held) copied bytes when it completes a change.
 
         Each part is compared and summed up as it comes, so that the last one costs no more than the others.
         """
@@ -56,9 +60,15 @@ class Intake:
         if copy is None or copy.mine:
             self._counters["updates_unasked"] += 1
             return
+        if self._members.unbelievable(update.endpoint, update.incarnation, teller):
+            self._counters["incarnations_unbelieved"] += 1
+            return
         verdict = judge(copy.held, update.incarnation, update.since, update.version)
         self._counters[_COUNTERS[verdict]] += 1
         if verdict not in (Verdict.APPLY, Verdict.REPLACE):
+            return
+        if self._too_dense(update):
+            self._reject_size(update)
             return
         held = copy.keys.keys if verdict is Verdict.APPLY else NO_KEYS
         try:
@@ -70,14 +80,19 @@ class Intake:
                 self._members.discard(copy, now)
             return
         arrival = self._assemble(copy, update, added, removed, now)
-        if arrival is None:
-            return
+        if arrival is not None:
+            self._complete(copy, update, arrival, verdict, held, now)
+        self._note(copy)
+
+    def _complete(self, copy: Copy, update: Update, arrival: Arrival, verdict: Verdict, held: Keys, now: float) -> None:
+        """Apply a change that has come whole, if there is room for what it leaves."""
         change = arrival.change
-        if len(held) + len(change.added) - len(change.removed) > self._max_keys:
+        n = len(held) + len(change.added) - len(change.removed)
+        if n > self._max_keys or not self._members.holdings.fits(copy.endpoint, owner_of(copy.endpoint), n):
             self._reject_size(update)
             return
         copy.url, copy.contact = update.url or copy.url, update.contact or copy.contact
-        # Of one life there is one zone; an older relay leaves it out.
+        # Of one life there is one zone, and only snapshots tell it.
         copy.zone = update.zone or (copy.zone if update.incarnation == copy.incarnation else "")
         self._members.learn_peer(owner_of(copy.endpoint), copy.contact, now)
         self._members.touched.add(copy.endpoint)
@@ -85,7 +100,23 @@ class Intake:
         self._apply(copy, update.incarnation, arrival, verdict, now)
 
     def _reject_size(self, update: Update) -> None:
-        self._reject(update.endpoint, "too_many_keys", f"more than {self._max_keys} keys of one endpoint")
+        reason = f"more than {self._max_keys} keys of one endpoint, or more than its owner or all may have"
+        self._reject(update.endpoint, "too_many_keys", reason)
+
+    def _too_dense(self, update: Update) -> bool:
+        """Whether a range has more keys than the keys of a whole set of `max_keys` put there by chance.
+
+        Keys are hashes: so a key of a large set takes three bytes and more, and the work of a datagram is bounded by
+        its length. The densest code would hold two bits a key.
+        """
+        n = int.from_bytes(update.added[:COUNT_BYTES], "little")
+        span = max(0, (update.upper or KEY_LIMIT) - update.lower)
+        # A count that the code's length belies is refused by its decoder.
+        return DENSE_KEYS + 2 * span // self._per_key < n <= 8 * len(update.added)
+
+    def _note(self, copy: Copy) -> None:
+        n = len(copy.keys) + (copy.assembly.size if copy.assembly is not None else 0)
+        self._members.holdings.note(copy.endpoint, owner_of(copy.endpoint), n)
 
     def _assemble(self, copy: Copy, update: Update, added: Keys, removed: Keys, now: float) -> Arrival | None:
         """Return the whole change if this part completes it. A transfer under way keeps its place until it stalls."""
@@ -106,7 +137,9 @@ class Intake:
         arrival = a.offer(update.lower, update.upper or KEY_LIMIT, added, removed, now, copy.keys.keys)
         if arrival is not None:
             copy.assembly = None
-        elif a.size > 2 * self._max_keys:
+        elif a.size > 2 * self._max_keys or not self._members.holdings.fits(
+            copy.endpoint, owner_of(copy.endpoint), len(copy.keys) + a.size
+        ):
             copy.assembly = None
             self._reject_size(update)
         return arrival

@@ -22,9 +22,13 @@ from .copies import Copy, Left, Peer, owner_of
 from .digest import LAST_BEAT, VectorEntry
 from .events import NodeEvent, PeerChanged, ReplicaChanged
 from .keysets import NO_KEYS
+from .limits import Holdings, Limits
 from .tempo import GossipSettings, Tempo
 
 MAX_INCARNATION = 2**63 - 1
+MAX_HEARSAY = 2**62
+"""The highest incarnation that a relay can tell of first: an owner can always move past it, and tell so itself."""
+
 MAX_MEMORIES = 4096
 """Endpoints and nodes remembered after they were forgotten, left or removed."""
 
@@ -50,12 +54,22 @@ class Members:
         self.removed: LRUCache[str, None] = LRUCache(MAX_MEMORIES)
         """Nodes that the caller took out: what relays say of their endpoints is ignored."""
         self._gone: LRUCache[str, tuple[int, int]] = LRUCache(MAX_MEMORIES)
+        self.limits = Limits(settings)
+        self.holdings = Holdings(settings)
         self._settings = settings
         self._tempo = tempo
         self._emit = emit
         self._counters = counters
         self._on_update = on_update
         self._awake_at = float("-inf")
+        self._lost = False
+        self._hearsay = 0
+        """Endpoints of nodes that are no peers; counted anew each round."""
+
+    def take_lost(self) -> bool:
+        """Return and forget whether any endpoint is known no more."""
+        lost, self._lost = self._lost, False
+        return lost
 
     # --- peers ---------------------------------------------------------------------------------------------
 
@@ -64,9 +78,10 @@ class Members:
         self.removed.pop(node, None)
         peer = self.peers.get(node)
         if peer is None:
-            peer = self.peers[node] = Peer(node, address, now)
+            peer = self.peers[node] = Peer(node, address, now, self.limits)
             self._tempo.stir(now)
         peer.address, peer.learnt = address, False
+        self.limits.proved(address)
         self._touch(node)
         return peer
 
@@ -83,15 +98,19 @@ class Members:
     def learn_peer(self, node: str, contact: str, now: float) -> Peer | None:
         """Take a peer in by hearsay, if that is wanted; return it if it is a peer now."""
         known = self.peers.get(node)
-        if known is not None or not contact or not self._settings.learn_peers:
+        if known is not None or not self.would_learn(node, contact):
             return known
-        if node in self.removed or node == self.node or len(self.peers) >= self._settings.max_endpoints:
-            return None
-        peer = self.peers[node] = Peer(node, contact, now, learnt=True)
+        peer = self.peers[node] = Peer(node, contact, now, self.limits, learnt=True)
         self._tempo.stir(now)
         self._touch(node)
         self._emit(PeerChanged(node, "learnt", contact))
         return peer
+
+    def would_learn(self, node: str, contact: str) -> bool:
+        """Whether a node that is no peer may become one by hearsay."""
+        if not contact or not self._settings.learn_peers or node in self.removed or node == self.node:
+            return False
+        return len(self.peers) < self._settings.max_endpoints
 
     def heard_from(self, peer: Peer, now: float) -> None:
         """Note a peer's own word."""
@@ -109,6 +128,9 @@ class Members:
 
     def learn(self, entry: VectorEntry, teller: str, now: float) -> None:
         """Take an entry's news of load and liveness; sets come in updates."""
+        if self.unbelievable(entry.endpoint, entry.incarnation, teller):
+            self._counters["incarnations_unbelieved"] += 1
+            return
         if entry.heartbeat == LAST_BEAT:
             self._bury(entry, now)
             return
@@ -140,9 +162,18 @@ class Members:
             else:
                 self._counters["marks_differ"] += 1
 
+    def unbelievable(self, endpoint: str, incarnation: int, teller: str) -> bool:
+        """Whether another than the owner tells of a life that the owner could hardly move past."""
+        if incarnation <= MAX_HEARSAY or owner_of(endpoint) == teller:
+            return False
+        copy = self.copies.get(endpoint)
+        return copy is None or incarnation > copy.incarnation
+
     def forget(self, endpoint: str, reason: str) -> None:
         """Drop a replica; older news of it is ignored from now on."""
         copy = self.copies.pop(endpoint)
+        self._lost = True
+        self.holdings.lost(endpoint, owner_of(endpoint))
         self._gone[endpoint] = copy.beat
         if len(copy.keys):
             self._on_update(endpoint, NO_KEYS, copy.keys.keys)
@@ -207,6 +238,7 @@ class Members:
                 self.forget(copy.endpoint, f"unheard for {age:.0f} s")
             else:
                 owners.add(owner_of(copy.endpoint))
+        self._hearsay = sum(n for owner, n in self.holdings.endpoints.items() if owner not in self.peers)
         for endpoint in [name for name, left in self.left.items() if now - left.heard_at > most]:
             del self.left[endpoint]
         for peer in list(self.peers.values()):
@@ -242,9 +274,15 @@ class Members:
         # An endpoint of this node's own name that it does not have is one of its former life.
         if owner in ("", self.node) or owner in self.removed:
             return None
-        if len(self.copies) >= self._settings.max_endpoints:
+        if (
+            len(self.copies) >= self._settings.max_endpoints
+            or self.holdings.endpoints[owner] >= self._settings.max_owner_endpoints
+            or (owner not in self.peers and self._hearsay >= self._settings.max_hearsay)
+        ):
             self._counters["endpoints_refused"] += 1
             return None
+        self.holdings.met(owner)
+        self._hearsay += owner not in self.peers
         self.left.pop(entry.endpoint, None)
         copy = self.copies[entry.endpoint] = Copy(entry.endpoint, False, entry.incarnation, heard_at)
         copy.suspected = now - heard_at > self._settings.suspect_after_s
@@ -282,6 +320,7 @@ class Members:
         lost = copy.keys.keys
         copy.keys.replace(0, NO_KEYS)
         copy.assembly = None
+        self.holdings.note(copy.endpoint, owner_of(copy.endpoint), 0)
         self._tempo.stir(now)
         self._emit(ReplicaChanged(copy.endpoint, "discarded", reason))
         self._on_update(copy.endpoint, NO_KEYS, lost)
@@ -290,7 +329,8 @@ class Members:
         """Move an own endpoint past words of it that are not this life's."""
         held = (entry.incarnation, entry.version)
         another = held == copy.held and entry.mark != copy.mark
-        if held > copy.held or (entry.incarnation, entry.heartbeat) > copy.beat or another:
+        later = (entry.incarnation, entry.heartbeat) > copy.beat or (entry.incarnation, entry.revision) > copy.loaded
+        if held > copy.held or later or another:
             copy.incarnation = min(entry.incarnation + 1, MAX_INCARNATION)
             self._counters["refutations"] += 1
             self._tempo.stir(now)
@@ -308,5 +348,11 @@ class Members:
         heard_at = now - entry.age_ms / 1000
         copy.incarnation, copy.heartbeat = entry.incarnation, LAST_BEAT
         self.forget(entry.endpoint, "left")
+        while len(self.left) >= self._settings.max_endpoints:
+            # Of others: an own endpoint's last word is this node's to tell.
+            oldest = next((name for name in self.left if owner_of(name) != self.node), None)
+            if oldest is None:
+                return
+            del self.left[oldest]
         self.left[entry.endpoint] = Left(entry.incarnation, heard_at)
         self._tempo.stir(now)

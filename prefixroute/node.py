@@ -29,7 +29,7 @@ from .changes import Changes
 from .codec import Keys
 from .copies import Copy, owner_of
 from .decision import Decision, Explanation, Outcome
-from .domain import Domain
+from .domain import Domain, checked_secrets
 from .endpoint import LocalEndpoint
 from .errors import UsageError
 from .events import (
@@ -44,6 +44,7 @@ from .events import (
 )
 from .gossip import Datagram, Gossip
 from .load import LoadReport
+from .members import MAX_HEARSAY
 from .memo import ChainMemo
 from .overview import Digest, NodeStats, round_trips, row_of
 from .policy import Policy, RentOrBuy
@@ -63,7 +64,7 @@ MAX_EVENTS = 1024
 
 
 class Node:
-    """One node of the fleet. `node` is its name, unique in the cluster and without a slash.
+    """One node of the fleet. `node` is its name, unique in the cluster and without a slash. `rng` is seeded by chance.
 
     Raises `UsageError` for names and settings that cannot be used.
     """
@@ -77,6 +78,7 @@ class Node:
         now: float,
         settings: NodeSettings | None = None,
         policy: Policy | None = None,
+        secrets: Sequence[bytes] = (),
     ) -> None:
         self.node = _name(node)
         self.domain = domain
@@ -110,6 +112,8 @@ class Node:
         self._gossip = Gossip(
             node, domain, self.settings, rng, now, self._events.append, self.counters, self._index_replica
         )
+        if secrets:
+            self.set_secrets(secrets)
 
     # --- membership ----------------------------------------------------------------------------------------
 
@@ -130,8 +134,8 @@ class Node:
         endpoint = f"{self.node}/{_name(name)}"
         if endpoint in self._locals:
             raise UsageError(f"endpoint {endpoint!r} was added already")
-        if not isinstance(incarnation, int) or not 0 < incarnation < 2**63:
-            raise UsageError("incarnation must be an int in 1 .. 2**63 - 1; time.time_ns() will do")
+        if not isinstance(incarnation, int) or not 0 < incarnation <= MAX_HEARSAY:
+            raise UsageError("incarnation must be an int in 1 .. 2**62; time.time_ns() will do")
         if len(url.encode()) > 256 or len(endpoint.encode()) > 80:
             raise UsageError("an endpoint's url has at most 256 bytes and its id at most 80")
         copy = self._gossip.members.join(endpoint, incarnation, url, now)
@@ -173,14 +177,29 @@ class Node:
         if self._gossip.members.remove_peer(node):
             self._follow_copies(now)
 
+    def set_secrets(self, secrets: Sequence[bytes]) -> None:
+        """Authenticate datagrams with `secrets` from now on: the first signs, each is good; by default the domain's.
+
+        So they are changed in three steps over the fleet: old and new, new and old, new alone. Keys and fingerprint
+        stay those of the domain's own secret. Raises `UsageError` for none, more than four, or one that is too long.
+        """
+        self._gossip.secrets = checked_secrets(secrets)
+
     # --- transport -----------------------------------------------------------------------------------------
 
     def receive_datagram(self, data: bytes, source: Hashable, now: float) -> None:
         """Take a datagram. Bad bytes are counted and told by an event, never raised."""
         self._begin(now)
-        self._gossip.receive(data, source, now)
-        self._follow_copies(now)
+        if self._gossip.receive(data, source, now):
+            self._follow_copies(now)
+        else:
+            # What is refused costs no more than its refusal.
+            self._upkeep.go_on()
         self._gossip.pack(SEND_BYTES)
+
+    def screen(self, data: bytes, source: Hashable, now: float) -> bool:
+        """Whether a datagram has a right tag; others are counted and told here, so that a transport can drop them."""
+        return self._gossip.screen(data, source, now)
 
     def datagrams_to_send(self, now: float) -> list[Datagram]:
         """Return the datagrams to send now; each is returned once."""
@@ -434,9 +453,10 @@ class Node:
     def _follow_copies(self, now: float) -> None:
         """Bring standings up to date with what gossip learnt: endpoints that came, went, or spoke."""
         copies = self._gossip.copies
-        for endpoint in [name for name in self._fleet.standings if name not in copies]:
-            self._fleet.drop(endpoint)
-            self._upkeep.retire(endpoint)
+        if self._gossip.members.take_lost():
+            for endpoint in [s.name for s in self._fleet.standings.values() if copies.get(s.name) is not s.copy]:
+                self._fleet.drop(endpoint)
+                self._upkeep.retire(endpoint)
         for endpoint in sorted(self._gossip.take_touched()):
             copy = copies.get(endpoint)
             if copy is None:

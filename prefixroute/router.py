@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from .chain import TokenChain
 from .decision import Decision, Outcome, OutcomeKind
+from .doubt import MAX_DECLINES
 from .errors import UsageError
 from .events import NodeEvent, PeerChanged
 from .fleet import Fleet
@@ -37,7 +38,6 @@ MAX_LOCAL = 64
 
 _COST = attrgetter("cost_s")
 _NOBODY: tuple[Candidate, ...] = ()
-_ANSWERS = (OutcomeKind.SERVED, OutcomeKind.DECLINED)
 _FAILURES = (OutcomeKind.FAILED, OutcomeKind.TIMED_OUT)
 _OUTCOMES = {kind: f"outcomes_{kind.value.replace(' ', '_')}" for kind in OutcomeKind}
 
@@ -338,7 +338,7 @@ class Router:
         if standing.suspension.failures:
             # This is the one trial: the endpoint is out again until it ends.
             standing.suspension.sent(now)
-            self.fleet.refresh(standing, now)
+            self.fleet.refresh_sharing(standing, now)
 
     def _release(self, flight: Flight, now: float) -> None:
         standing = self.fleet.standings.get(flight.target)
@@ -386,13 +386,19 @@ class Router:
     def _judge(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """Learn from an outcome: liveness, push-back, and whether the predicted hit was there."""
         peer = standing.name.partition("/")[0]
-        if outcome.kind in _ANSWERS and standing.suspension.served():
+        if outcome.kind is OutcomeKind.SERVED:
+            standing.lateness.declines = 0
+        # A prompt that is handed back shows that an endpoint is there, unless it hands back what it could serve.
+        answers = outcome.kind is OutcomeKind.SERVED or (
+            outcome.kind is OutcomeKind.DECLINED and not standing.lateness.declines
+        )
+        if answers and self.fleet.served(standing):
             self._emit(PeerChanged(peer, "resumed", standing.name))
         if outcome.kind is OutcomeKind.DECLINED:
-            self._compare_hit(flight, standing, outcome.cached_tokens)
+            self._compare_hit(flight, standing, outcome.cached_tokens, now)
         elif outcome.kind is OutcomeKind.SERVED:
             self._predictions.served(flight.decision.id)
-            self._compare_hit(flight, standing, outcome.cached_tokens)
+            self._compare_hit(flight, standing, outcome.cached_tokens, now)
             if outcome.cached_tokens is not None:
                 predicted, unit = self._candidate(flight, standing).matched_tokens, standing.hit_unit
                 self._counters["predicted_tokens"] += predicted
@@ -407,6 +413,7 @@ class Router:
                 standing.surprised(outcome.ttft_s, told_s, now)
             self._hooks.served(flight, standing, outcome, now)
         elif outcome.kind in _FAILURES and not standing.local and standing.suspension.failed(flight.sent_at, now):
+            self.fleet.refresh_sharing(standing, now)
             self._emit(PeerChanged(peer, "suspended", outcome.reason or outcome.kind.value))
         load = outcome.load if not standing.local else None
         if load is not None:
@@ -426,8 +433,13 @@ class Router:
         told_s = standing.told_s(candidate.prompt_tokens - held)
         if not standing.local and told_s < budget_s < inf:
             standing.surprised(budget_s, told_s, now)
+            standing.lateness.declines += 1
+            if standing.lateness.declines > MAX_DECLINES and standing.suspension.failed(flight.sent_at, now):
+                self.fleet.refresh_sharing(standing, now)
+                reason = "it declines what it would serve in time by its own word"
+                self._emit(PeerChanged(standing.name.partition("/")[0], "suspended", reason))
 
-    def _compare_hit(self, flight: Flight, standing: Standing, cached_tokens: int | None) -> None:
+    def _compare_hit(self, flight: Flight, standing: Standing, cached_tokens: int | None, now: float) -> None:
         """Hold what was predicted against the engine's own count; misses lower the trust in this endpoint's digest."""
         if cached_tokens is None:
             return
@@ -438,7 +450,8 @@ class Router:
                 # The digest has told nothing wrong: it was the prompt before this one that left less than expected.
                 self._predictions.refute(flight.chain, standing)
         elif predicted:
-            standing.trust += 0.1 * (min(1.0, cached_tokens / predicted) - standing.trust)
+            share = min(1.0, cached_tokens / predicted)
+            standing.trust += standing.misses.weight(share, now) * (share - standing.trust)
 
     def _give_up(self, ticket: int, now: float) -> None:
         flight = self.flights.pop(ticket)

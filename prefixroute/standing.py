@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from .accuracy import Accuracy
 from .copies import Copy, Peer
+from .doubt import Lateness, Misses
 from .ledger import ArrivalRate, Ledger
 from .load import (
     DEFAULT_PREFILL_TOKENS_PER_S,
@@ -28,12 +29,6 @@ from .zones import Withheld
 
 BELIEF = 0.95
 """Share of a remote match that is counted: a digest lags its owner by a round or so."""
-
-SURPRISE = 0.2
-"""Weight of the newest surprise: a constant lie is known to a tenth after ten requests."""
-
-SURPRISE_FADES_S = 30.0
-"""Time in which a surprise is worth a third."""
 
 DEFAULT_RTT_S = 0.001
 """Network round trip to a peer until it is measured."""
@@ -116,8 +111,10 @@ class Standing:
         "default_rtt_s",
         "estimate",
         "hit_unit",
+        "lateness",
         "ledger",
         "local",
+        "misses",
         "name",
         "needs_s",
         "overhead_s",
@@ -163,6 +160,8 @@ class Standing:
         """Share of predicted hits that came true, lately."""
         self.accuracy = Accuracy()
         """All predictions that were compared, since the endpoint is known."""
+        self.misses = Misses()
+        self.lateness = Lateness()
         self._bias_s = 0.0
         self._surprised_at = now
         self._queue_s = 0.0
@@ -191,6 +190,7 @@ class Standing:
         self.zone = copy.zone
         measured = self.peer.rtt_s if self.peer is not None else None
         self.rtt_s = 0.0 if self.local else self.default_rtt_s if measured is None else measured
+        self.trust = self.misses.forgiven(self.trust, now)
         self.confidence = advert.confidence * self.trust
         if not self.local:
             # What is evicted there while a forward is under way is no hit: of a cache that turns over in seconds,
@@ -262,12 +262,12 @@ class Standing:
         It fades, so that a peer that is avoided for it is tried again.
         """
         # Early ones weigh against late ones, but a peer is not taken for faster than it says.
-        return self._bias_s * exp((self._surprised_at - now) / SURPRISE_FADES_S) if self._bias_s > 0 else 0.0
+        return self._bias_s * exp((self._surprised_at - now) / self.lateness.fades_s) if self._bias_s > 0 else 0.0
 
     def surprised(self, ttft_s: float, expected_s: float, now: float) -> None:
         """Learn from a first token when it came, and when it was expected of a peer by what it tells of itself."""
         self._bias_s = self.excess_s(now) or self._bias_s
-        self._bias_s += SURPRISE * (ttft_s - expected_s - self._bias_s)
+        self._bias_s += self.lateness.weight(ttft_s, expected_s) * (ttft_s - expected_s - self._bias_s)
         self._surprised_at = now
 
     def weigh(self, depth: int, n_tokens: int, block_tokens: int, now: float, predicted: bool = False) -> Candidate:

@@ -38,7 +38,14 @@ class GossipSettings:
     `contact` that they give: a text that the transport takes for an address ("host:port" with UDP). `zone` is the
     label of this node's zone; others learn it with the first snapshot of an endpoint (`zones`).
 
-    `max_endpoints` and `max_keys` (of one endpoint) bound what peers can make a node keep.
+    `max_endpoints`, `max_hearsay` (endpoints of nodes that are no peers), `max_owner_endpoints` (of one node),
+    `max_keys` (of one endpoint), `max_owner_keys` and `max_all_keys` bound what peers can make a node keep: some 120
+    bytes a key. `excess` and `peer_work` bound what they can make it do, see `limits`: so many times what an honest
+    node with these settings sends is taken from one (infinite is no limit), and this share of a processor may its
+    updates and questions take.
+
+    Of each peer the last `replay_window` numbers of datagrams are remembered, so that a recording is told from news; 0
+    takes whatever comes, for transports that see to that themselves.
     """
 
     interval_s: float = 0.2
@@ -54,7 +61,14 @@ class GossipSettings:
     contact: str = ""
     zone: str = ""
     max_endpoints: int = 4096
-    max_keys: int = 1 << 22
+    max_owner_endpoints: int = 256
+    max_hearsay: int = 256
+    max_keys: int = 1 << 20
+    max_owner_keys: int = 1 << 22
+    max_all_keys: int = 1 << 24
+    excess: float = 4.0
+    peer_work: float = 0.1
+    replay_window: int = 4096
 
     def __post_init__(self) -> None:
         if self.interval_s <= 0 or self.fan_out < 1:
@@ -72,8 +86,17 @@ class GossipSettings:
         checked(self.zone)
         if self.learn_peers and not self.contact:
             raise UsageError("learn_peers needs a contact: where others reach this node, as its transport writes it")
-        if self.max_endpoints < 1 or self.max_keys < 1:
-            raise UsageError("gossip needs max_endpoints >= 1 and max_keys >= 1")
+        keys = (self.max_keys, self.max_owner_keys, self.max_all_keys)
+        if min(self.max_endpoints, self.max_owner_endpoints, *keys) < 1 or self.max_hearsay < 0:
+            raise UsageError(
+                "gossip needs max_endpoints, max_owner_endpoints and all of max_*keys >= 1, max_hearsay >= 0"
+            )
+        if not 0 <= self.replay_window <= 1 << 20:
+            raise UsageError("gossip needs 0 <= replay_window <= 2**20; 0 takes recordings for news")
+        if not self.peer_work > 0:
+            raise UsageError("gossip needs peer_work > 0: a share of a processor")
+        if not self.excess >= 2:
+            raise UsageError("gossip needs excess >= 2: honest nodes must not be dropped; inf is no limit")
 
 
 class Tempo:

@@ -72,7 +72,9 @@ def fleet(
 
 def pair() -> tuple[Node, Node]:
     """Two nodes that know of each other and have not spoken; "a" has an endpoint, "b" has none."""
-    a, b = (Node(name, DOMAIN, rng=random.Random(1), now=0.0) for name in "ab")
+    # What tests make by hand has no life.
+    settings = NodeSettings(replay_window=0)
+    a, b = (Node(name, DOMAIN, rng=random.Random(1), now=0.0, settings=settings) for name in "ab")
     a.add_endpoint("0", url="http://a", incarnation=1, now=0.0)
     a.add_peer("b", "at b", 0.0)
     b.add_peer("a", "at a", 0.0)

@@ -26,7 +26,7 @@ from prefixroute import (
     PushBackChanged,
     UsageError,
 )
-from prefixroute.aio import MAX_QUEUED_DATAGRAMS, Driver, Transport, UdpTransport
+from prefixroute.aio import MAX_QUEUED_DATAGRAMS, READ_AT_ONCE, Driver, Transport, UdpTransport
 from prefixroute.portions import PORTION_BLOCKS
 from prefixroute.testing import stored
 
@@ -155,7 +155,6 @@ def test_datagrams_to_a_dead_peer_do_no_harm() -> None:
             address = gone.getsockname()
         node = new("a")
         transport = await UdpTransport.open()
-        transport._endpoint.get_protocol().error_received(ConnectionRefusedError())  # type: ignore[attr-defined]
         async with Driver(node, transport) as driver:
             node.add_peer("b", address, driver.now())
             await until(lambda: node.counters["rounds"] >= 5)
@@ -166,12 +165,32 @@ def test_datagrams_to_a_dead_peer_do_no_harm() -> None:
 def test_a_full_inbox_drops_the_newest_as_a_kernel_would() -> None:
     async def main() -> None:
         transport = await UdpTransport.open()
-        protocol = transport._endpoint.get_protocol()  # type: ignore[attr-defined]
-        for i in range(MAX_QUEUED_DATAGRAMS + 10):
-            protocol.datagram_received(b"%d" % i, ("127.0.0.1", 1))
+        for i in range(MAX_QUEUED_DATAGRAMS):
+            transport._inbox.put_nowait((b"%d" % i, ("127.0.0.1", 1)))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+            other.sendto(b"more", transport.address)
+        transport._read()
         received = [(await transport.receive())[0] for _ in range(MAX_QUEUED_DATAGRAMS)]
         assert received == [b"%d" % i for i in range(MAX_QUEUED_DATAGRAMS)]
         assert transport._inbox.empty()
+        await transport.close()
+
+    run(main())
+
+
+def test_of_a_flood_a_bounded_share_is_read_and_good_datagrams_come_through() -> None:
+    async def main() -> None:
+        transport = await UdpTransport.open()
+        transport.screen = lambda data, source: data == b"good"
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+            for _ in range(2 * READ_AT_ONCE):
+                other.sendto(b"junk", transport.address)
+            other.sendto(b"good", transport.address)
+            transport._read()
+            # It reads no more for a while, and then what was left.
+            assert transport._pause is not None
+            assert transport._inbox.empty()
+            assert (await transport.receive())[0] == b"good"
         await transport.close()
 
     run(main())

@@ -28,7 +28,7 @@ LOAD = LoadWire(running=3, prefill_tokens_per_s=8000)
 
 def relay(*updates: Update, age_ms: int = 0, load: LoadWire | None = None, revision: int = 0, **limits: int) -> Node:
     """Node "b", which was told of "a/0" by its owner, and knows "c"."""
-    node = Node("b", DOMAIN, rng=random.Random(1), now=0.0, settings=NodeSettings(**limits))  # type: ignore[arg-type]
+    node = Node("b", DOMAIN, rng=random.Random(1), now=0.0, settings=NodeSettings(replay_window=0, **limits))  # type: ignore[arg-type]
     for name in "ac":
         node.add_peer(name, f"at {name}", 0.0)
     word = VectorEntry("a/0", 1, 5, updates[-1].version, age_ms=age_ms, revision=revision, load=load)

@@ -71,7 +71,7 @@ def sorted_keys(values: list[int]) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 def receiver(**bounds: int) -> Node:
     """Node "b": it owns "b/0" and holds version 2 of "a/0"."""
-    node = Node("b", DOMAIN, rng=random.Random(1), now=0.0, settings=NodeSettings(**bounds))  # type: ignore[arg-type]
+    node = Node("b", DOMAIN, rng=random.Random(1), now=0.0, settings=NodeSettings(replay_window=0, **bounds))  # type: ignore[arg-type]
     node.add_endpoint("0", incarnation=1, now=0.0)
     node.add_peer("a", "at a", 0.0)
     total = checksum(sorted_keys(HELD))

@@ -28,6 +28,7 @@ from prefixroute.digest import (
     Kind,
     LoadWire,
     Message,
+    Stamp,
     Update,
     VectorEntry,
     Want,
@@ -112,12 +113,15 @@ def test_golden_files_cover_every_kind_and_every_optional_field() -> None:
 @given(st.sampled_from(Kind), messages)
 def test_every_message_comes_back(kind: Kind, message: Message) -> None:
     parts = [encode_part(entry) for entry in message.vector], [encode_part(update) for update in message.updates]
-    data = encode(kind, DOMAIN.fingerprint, SECRET, message, *parts)
-    # A contact that says nothing is left out, and so is a zone, as the wire's older readers would have it.
+    stamp = Stamp(message.life, message.sequence, message.to) if message.life else None
+    if stamp is None:
+        message = msgspec.structs.replace(message, sequence=0, to=0)
+    data = encode(kind, DOMAIN.fingerprint, SECRET, message, *parts, stamp)
+    # What says nothing at the end is left out, of a message and of an update.
     fields = list(msgspec.structs.astuple(message))
     told = [msgspec.structs.astuple(update) for update in message.updates]
     fields[6] = [one if one[-1] else one[:-1] for one in told]
-    assert data == tagged(pack(fields if message.contact else fields[:-1]), kind)
+    assert data == tagged(pack(fields[: 11 if stamp else 8 if message.contact else 7]), kind)
     assert decode(data, SECRET) == Envelope(kind, DOMAIN.fingerprint, message)
 
 
@@ -217,11 +221,11 @@ def test_the_fields_around_which_bounds_were_tried_are_good() -> None:
 
 def test_a_later_release_may_append_fields() -> None:
     entry = [*ENTRY[:7], [*LOAD, "new"], [*WANT, "new"], "new"]
-    body = [*HEAD[:5], [entry], [[*UPDATE, "new"]], "contact", {"new": [1, 2]}]
+    body = [*HEAD[:5], [entry], [[*UPDATE, "new"]], "contact", 7, 8, 9, {"new": [1, 2]}]
     message = decode(tagged(pack(body)), SECRET).message
     assert message.vector == [VectorEntry("a/0", 1, 1, 1, 0, 0, 0, LoadWire(), Want(1, 0, 1, [(0, 9)]))]
     assert message.updates == [Update("a/0", 1, 0, 1, 0, 1, 0, KEY_LIMIT, b"", b"")]
-    assert message.contact == "contact"
+    assert (message.contact, message.life, message.sequence, message.to) == ("contact", 7, 8, 9)
 
 
 def test_fields_that_an_earlier_release_lacks_take_their_defaults() -> None:

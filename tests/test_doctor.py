@@ -308,7 +308,7 @@ def test_pages_of_the_doctor_refuse_what_makes_no_sense(tmp_path: Path) -> None:
 def test_probes_of_another_secret_get_no_echo_and_reach_no_node(tmp_path: Path) -> None:
     async def work(nodes: Fleet) -> list[Finding]:
         domain = Domain("m", "emulator", secret=b"a guess")
-        stranger = Echo(await UdpTransport.open(), domain)
+        stranger = Echo(await UdpTransport.open(), (domain.secret,))
         try:
             carried = await stranger.probe(("127.0.0.1", nodes.two.config.gossip.port), 100, 2, 0.05)
         finally:
@@ -498,3 +498,15 @@ def test_a_package_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_finding_is_one_line() -> None:
     assert Finding(FAULT, "n", "events", "a\nb", "c").line() == "fault    n  events: a b; c"
     assert Finding(OK, "n", "events", "a").line() == "ok       n  events: a"
+
+
+def test_nodes_that_do_not_take_what_the_other_signs(tmp_path: Path) -> None:
+    """The second one signs with a new secret before the first one has it."""
+
+    async def work(nodes: Fleet) -> list[Finding]:
+        old = nodes.one.config.domain.secret.encode()
+        nodes.two.set_secrets([b"a new one of sixteen bytes", old])
+        return await nodes.examined(nodes.one)
+
+    told = only(examined(tmp_path, work), "secrets")
+    assert told.what == "node-1 and it do not take what the other signs"

@@ -11,8 +11,10 @@ from prefixroute import LoadReport, PushBackState
 from prefixroute.copies import Copy, Peer
 from prefixroute.fleet import SAMPLED, Fleet
 from prefixroute.ledger import ARRIVALS_S
+from prefixroute.limits import Limits
 from prefixroute.load import DEFAULT_PREFILL_TOKENS_PER_S, Advert
-from prefixroute.standing import BELIEF, DEFAULT_RTT_S, SURPRISE_FADES_S, Send, Standing
+from prefixroute.standing import BELIEF, DEFAULT_RTT_S, Send, Standing
+from prefixroute.tempo import GossipSettings
 
 SEEDS = range(12)
 STATES = (PushBackState.OPEN, PushBackState.OPEN, PushBackState.OVERLOADED, PushBackState.REFUSING)
@@ -29,7 +31,7 @@ def standing(
 ) -> Standing:
     copy = Copy(name, local, 1, now)
     copy.advert = Advert(report or LoadReport(prefill_tokens_per_s=1000, overhead_s=0.01))._replace(**advert)
-    peer = None if local else Peer(name.partition("/")[0], "address", now)
+    peer = None if local else Peer(name.partition("/")[0], "address", now, Limits(GossipSettings()))
     return Standing(copy, peer, bit, now)
 
 
@@ -400,7 +402,7 @@ def test_first_tokens_that_come_late_count_against_what_a_peer_says_and_that_fad
     for i in range(20):
         liar.surprised(2.1, 0.1, float(i))
     assert liar.wait_s(19.0) == pytest.approx(2.0, rel=0.3)
-    assert liar.wait_s(19.0 + SURPRISE_FADES_S) < liar.wait_s(19.0) / 2.5
+    assert liar.wait_s(19.0 + liar.lateness.fades_s) < liar.wait_s(19.0) / 2.5
     for i in range(20):
         liar.surprised(0.1, 0.1, 20.0 + i)
     assert liar.wait_s(40.0) < 0.1

@@ -197,10 +197,11 @@ def test_an_owner_is_not_sent_its_own_endpoint() -> None:
     assert {entry.endpoint for entry in message.vector} == {"a/0", "c/0"}
 
 
-def test_the_last_incarnation_can_be_met_and_the_node_still_speaks() -> None:
+@pytest.mark.parametrize(("said", "then"), [(2**62, 2**62 + 1), (2**62 + 1, 1), (2**63 - 1, 1)])
+def test_an_owner_moves_past_what_others_can_be_told_and_still_speaks(said: int, then: int) -> None:
     a, b = pair()
-    a.receive_datagram(sent_by("b", Kind.ACK, vector=[VectorEntry("a/0", 2**63 - 1, 1, 1)]), "at b", 0.0)
-    assert copies(a)["a/0"].incarnation == 2**63 - 1
+    a.receive_datagram(sent_by("b", Kind.ACK, vector=[VectorEntry("a/0", said, 1, 1)]), "at b", 0.0)
+    assert copies(a)["a/0"].incarnation == then
     a.handle_timer(0.0)
     b.receive_datagram(only(a, 0.0), "at a", 0.0)
     assert set(copies(b)) == {"a/0"}
@@ -273,7 +274,7 @@ def test_whatever_a_peer_says_nothing_raises_and_the_node_stays_whole(said: list
 
 
 def test_an_update_whose_names_leave_no_room_is_passed_over_and_counted() -> None:
-    small_datagrams = NodeSettings(datagram_bytes=800, burst_bytes=8000)
+    small_datagrams = NodeSettings(datagram_bytes=818, burst_bytes=8180, replay_window=0)
     b = Node("b", DOMAIN, rng=random.Random(1), now=0.0, settings=small_datagrams)
     b.add_peer("a", "at a", 0.0)
     wide = update_of("a/0", 1, 0, 2, 3, url="\N{GREEK SMALL LETTER ALPHA}" * 256)

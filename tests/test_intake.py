@@ -145,7 +145,7 @@ def test_a_mark_is_the_low_half_word_of_the_checksum() -> None:
 
 
 def bounded(**bounds: int) -> Node:
-    b = Node("b", DOMAIN, rng=random.Random(1), now=0.0, settings=NodeSettings(**bounds))  # type: ignore[arg-type]
+    b = Node("b", DOMAIN, rng=random.Random(1), now=0.0, settings=NodeSettings(replay_window=0, **bounds))  # type: ignore[arg-type]
     b.add_peer("a", "at a", 0.0)
     return b
 

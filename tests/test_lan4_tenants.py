@@ -319,6 +319,24 @@ def test_the_nameless_are_a_tenant_of_their_own_where_no_name_is_required() -> N
     assert twice.tenant == "a"
 
 
+def test_proofs_rotate_with_the_secrets() -> None:
+    body = b'{"prompt":"p","cache_salt":"s"}'
+
+    def read(peer: Callers, proof: str) -> str:
+        return peer.identify([(TENANT_HEADER, proof)], True, body, read_body(body)).tenant
+
+    old, new = b"old", b"new"
+    origin, peer = Callers(DOMAIN, None, (old,)), Callers(DOMAIN, None, (old,))
+    assert read(peer, origin.prove("acme", body)) == "acme"
+    for secrets in ((old, new), (new, old), (new,)):
+        before = origin.prove("acme", body)
+        for callers in (peer, origin):
+            callers.set_secrets(secrets)
+            assert read(peer, origin.prove("acme", body)) == "acme"
+    assert read(peer, before) == "acme", "it was proved with the new one already"
+    assert read(peer, Callers(DOMAIN, None, (old,)).prove("acme", body)) == ""
+
+
 def test_a_forward_is_believed_with_its_proof_and_with_nothing_else() -> None:
     origin, peer, other = (
         Callers(DOMAIN, config()),

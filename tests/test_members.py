@@ -199,7 +199,7 @@ def test_learning_needs_a_contact() -> None:
 
 
 def test_what_peers_can_make_a_node_keep_is_bounded() -> None:
-    node = Node("a", DOMAIN, rng=random.Random(1), now=0.0, settings=learning("a", max_endpoints=10))
+    node = Node("a", DOMAIN, rng=random.Random(1), now=0.0, settings=learning("a", max_endpoints=10, replay_window=0))
     node.add_endpoint("0", incarnation=1, now=0.0)
     for i in range(50):
         tell(node, f"p{i}", VectorEntry(f"x{i}/0", 1, 1), now=0.0, contact=f"p{i}")
@@ -329,7 +329,8 @@ def test_a_damaged_replica_is_noticed_without_a_change() -> None:
     copy.keys.replace(copy.keys.version, NO_KEYS)
     net.overlook("n1", "n0/0")
     assert net.settle(5) < 3.0
-    assert net.nodes["n1"].counters["checksum_mismatches"] == 1
+    # Either its owner sees the other mark first and moves past it, or it sees its owner's and asks anew.
+    assert net.nodes["n1"].counters["checksum_mismatches"] + net.nodes["n0"].counters["refutations"] == 1
     assert np.array_equal(copy.keys.keys, copies(net.nodes["n0"])["n0/0"].keys.keys)
 
 

@@ -17,6 +17,7 @@ from prefixroute import (
     EngineBatch,
     LoadReport,
     Node,
+    NodeSettings,
     Outcome,
     PeerChanged,
     PushBackChanged,
@@ -42,7 +43,7 @@ def a_datagram() -> bytes:
 
 
 def acquainted() -> Node:
-    node = new("a")
+    node = new("a", settings=NodeSettings(replay_window=0))
     node.add_peer("b", "b", 0.0)
     return node
 

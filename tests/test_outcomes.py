@@ -452,7 +452,7 @@ def test_observed_misses_lower_the_trust_in_a_digest_and_hits_restore_it() -> No
     low = standing.trust
     flight = node._router.flights[decision.id]
     for _ in range(60):
-        node._router._compare_hit(_redirected(flight, "n1/0"), standing, 1024)
+        node._router._compare_hit(_redirected(flight, "n1/0"), standing, 1024, net.now)
     assert low < 0.2 < 0.99 < standing.trust <= 1.0
 
 

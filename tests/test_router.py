@@ -261,10 +261,10 @@ def test_a_gateway_ignores_overload_when_all_its_peers_are_overloaded() -> None:
     hold(net, "n1/0", tokens)
     net.run(1.0)
     load(net, "n1/0", BUSY)
-    net.run(0.25)
+    net.run(0.5)
     assert gateway.route(tokens, net.now).target == "n0/0"
     load(net, "n0/0", BUSY)
-    net.run(0.25)
+    net.run(0.5)
     assert gateway.route(tokens, net.now).target == "n1/0"
 
 

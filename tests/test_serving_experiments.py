@@ -227,7 +227,7 @@ def test_stress_runs_its_rows_against_no_routing(monkeypatch: pytest.MonkeyPatch
     assert result["guards"] == [{"what": "at most", "value": 2.0, "bar": 1.0, "ok": False}]
 
 
-@pytest.mark.parametrize("guard", stress.GUARDS[:5], ids=["silent", "claims", "hides", "split", "even"])
+@pytest.mark.parametrize("guard", stress.GUARDS[:7], ids=["silent", *stress.LIES, "split", "even"])
 def test_guards_hold(guard: tuple[str, Callable[[int], float], float]) -> None:
     _, value, bar = guard
     assert 0 <= value(1) <= bar

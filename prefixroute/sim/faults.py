@@ -19,15 +19,19 @@ from prefixroute import BlocksRemoved, BlocksStored, EngineBatch, LoadReport, Ou
 from .serving import Attempt, Gossiping, Job, MakePolicy, Served, ServingSettings
 from .workloads import Trace
 
-KINDS = ("crash", "silent", "refuse", "hide_load", "claim_all")
+KINDS = ("crash", "silent", "refuse", "hide_load", "claim_all", "cold", "slow")
+
+SLOWED = 6.0
+"""How many times as long the engine of a slow node takes."""
 
 
 class Fault(NamedTuple):
     """Something wrong with one node from `begin_s` until `end_s`.
 
     ``crash``: it is down. ``silent``: it gossips and answers nobody. ``refuse``: it turns forwards away.
-    ``hide_load``: it says that it is idle. ``claim_all``: it says that it holds every prompt of the trace, and caches
-    nothing.
+    ``hide_load``: it says that it is idle, and as fast as before. ``claim_all``: it says that it holds every prompt of
+    the trace, and caches nothing. ``cold``: it caches nothing, and says so. ``slow``: its engine takes `SLOWED` times
+    as long, and its node learns that.
     """
 
     kind: str
@@ -95,12 +99,18 @@ class Faulty(Gossiping):
             for job in sorted((job for job in self._open if job.origin == i), key=lambda job: job.index):
                 job.origin = -1
                 self.plan(now + self.settings.timeout_s, self._arrive, job)
-        elif fault.kind == "claim_all":
+        elif fault.kind == "slow":
+            server = self.engines[i].server
+            server.speed = server.speed.slower(SLOWED)
+        elif fault.kind in ("claim_all", "cold"):
             # Its cache goes without a word to its node.
             cache = self.engines[i].cache
             cache.clear()
             self._capacity, cache.capacity = cache.capacity, 0
-            self._claim(i, now)
+            if fault.kind == "claim_all":
+                self._claim(i, now)
+            else:
+                self.nodes[i].apply(self.endpoints[i], EngineBatch((StreamRestarted(),)), now)
 
     def _comes_right(self, fault: Fault, now: float) -> None:
         i = fault.node
@@ -113,7 +123,9 @@ class Faulty(Gossiping):
                     self.nodes[i].add_peer(name, name, now)
             self._due[i] = now
             self.plan(now, self._timer, i)
-        elif fault.kind == "claim_all":
+        elif fault.kind == "slow":
+            self.engines[i].server.speed = self.settings.speed_of(i)
+        elif fault.kind in ("claim_all", "cold"):
             self.engines[i].cache.capacity = self._capacity
             self.nodes[i].apply(self.endpoints[i], EngineBatch((StreamRestarted(),)), now)
 

@@ -89,6 +89,8 @@ def draw_settings(rng: random.Random) -> NodeSettings:
         "publish_share": rng.choice((0.02, 0.5)),
         "publish_within_s": interval * rng.choice((0, 1, 4)),
         "digest_bytes": rng.choice((49152, 49152, 300, 0)),
+        # Without a window the acceptance table is on its own: late and repeated datagrams reach it.
+        "replay_window": rng.choice((4096, 64, 0)),
     }
     if rng.random() < 0.25:
         values |= {"learn_peers": True, "contact": "its-name"}

@@ -345,6 +345,8 @@ class Gossiping(Bare):
         node = self.nodes[i]
         node.handle_timer(max(now, node.next_timer()))
         self.carry(i, now)
+        # A node with more left to do is due again at this very moment.
+        self._due[i] = float("-inf")
         self._wind(i, now)
 
     def _wind(self, i: int, now: float) -> None:

@@ -127,27 +127,50 @@ def _silent(seed: int) -> float:
     return float(most)
 
 
-def _lies(kind: str) -> Callable[[int], float]:
-    """Forwards to a node that lies, after the first 20 to it, as a multiple of an equal share of all forwards."""
-    return partial(_after_twenty, kind)
+LIES = {
+    "its cache": (("claim_all",), ("cold",)),
+    "its load": (("hide_load",), ()),
+    "its speed and its load": (("slow", "hide_load"), ("slow",)),
+    "everything": (("claim_all", "slow", "hide_load"), ("cold", "slow")),
+}
+"""What a node lies about: the faults of the liar, and those of its truthful twin, who is as bad and says so."""
 
 
-def _after_twenty(kind: str, seed: int) -> float:
-    run, begin, end = _guarded(kind, seed)
-    during = [tried.target for tried in run.tried if begin <= tried.at < end]
-    met = [i for i, target in enumerate(during) if target == 0]
+def _lies(about: str) -> Callable[[int], float]:
+    """The share of forwards that go to a liar, after the first 20, beyond the share that go to its truthful twin."""
+    return partial(_beyond_its_twin, *LIES[about])
+
+
+def _beyond_its_twin(liar: tuple[str, ...], twin: tuple[str, ...], seed: int) -> float:
+    targets, honest = (_targets(_lying(kinds, seed)) for kinds in (liar, twin))
+    met = [i for i, target in enumerate(targets) if target == 0]
     if len(met) <= 20:
         return 0.0
-    rest = during[met[20] :]
-    return rest.count(0) * (run.settings.nodes - 1) / len(rest)
+    rest = targets[met[20] :]
+    return max(0.0, rest.count(0) / len(rest) - honest.count(0) / len(honest))
+
+
+def _targets(guarded: tuple[Faulty, float, float]) -> list[int]:
+    run, begin, end = guarded
+    return [tried.target for tried in run.tried if begin <= tried.at < end]
+
+
+def _lying(kinds: tuple[str, ...], seed: int) -> tuple[Faulty, float, float]:
+    cell = replace(BASE, load=0.6, delay_s=0.002, requests=3000, speed=Speed(0.02, 0.0002))
+    return _with_faults(_with(cell, timeout_s=4.0), kinds, seed)
 
 
 def _guarded(kind: str, seed: int) -> tuple[Faulty, float, float]:
-    cell = _with(replace(BASE, load=0.3, delay_s=0.002, requests=3000, speed=Speed(0.02, 0.0002)), timeout_s=1.0)
+    cell = replace(BASE, load=0.3, delay_s=0.002, requests=3000, speed=Speed(0.02, 0.0002))
+    return _with_faults(_with(cell, timeout_s=1.0), (kind,), seed)
+
+
+def _with_faults(cell: CellSettings, kinds: tuple[str, ...], seed: int) -> tuple[Faulty, float, float]:
+    """Run a cell with faults of node 0 in its middle; return when they began and ended."""
     trace = trace_of(cell, seed)
     length = trace.arrivals[-1].at
     begin, end = 0.3 * length, 0.7 * length
-    faults = FaultSettings((Fault(kind, 0, begin, end),))
+    faults = FaultSettings(tuple(Fault(kind, 0, begin, end) for kind in kinds))
     run = Faulty(trace, cell.serving(trace), seed, POLICIES[DEFAULT], faults)
     run.run()
     return run, begin, end
@@ -191,8 +214,10 @@ def _staleness(seed: int, requests: int = 2000) -> float:
 
 GUARDS: tuple[tuple[str, Callable[[int], float], float], ...] = (
     ("of an origin's 200 forwards, those tried on a node that gossips and answers nobody", _silent, 8.0),
-    ("forwards to a node that claims every prefix and holds none, after 20, of a fair share", _lies("claim_all"), 1.0),
-    ("forwards to a node that says it is idle, after 20, of a fair share", _lies("hide_load"), 1.5),
+    *(
+        (f"share of forwards to a liar about {about}, after 20, beyond its truthful twin's", _lies(about), 0.05)
+        for about in LIES
+    ),
     ("hits that a gateway loses against the best split over two caches, requests one after another", _split, 0.05),
     ("busier endpoint's share of prompts shorter than a block, one after another", _evenness, 0.6),
     ("mean with a round of gossip of 10 s over that with 1 s, at 60 % load, four cells", _staleness, 1.05),

@@ -6,7 +6,7 @@ Rules:
    body's `cache_salt`, which counts only as far as `tenants.body_salt` says. So the engine itself keeps tenants apart.
 3. Without `tenants` a body's `cache_salt` goes to the engine as it is, and nobody routes by it: such a request is
    served where it lands. A client's word would else choose what namespace it meets on every node.
-4. A forward carries its tenant with a proof, keyed with the domain's secret, of tenant and body: its body is salted
+4. A forward carries its tenant with a proof, keyed with a secret of the fleet's, of tenant and body: its body is salted
    already. What cannot be proved is a client's, and treated like any other: it gains nothing.
 5. `extra_key`, SGLang's own way to part a cache, is in no event. What carries one stays here and matches nothing.
 
@@ -73,14 +73,21 @@ class Caller(NamedTuple):
 class Callers:
     """Tells callers apart, by the configuration of one node."""
 
-    def __init__(self, domain: Domain, config: TenantsConfig | None) -> None:
+    def __init__(self, domain: Domain, config: TenantsConfig | None, secrets: Sequence[bytes] = ()) -> None:
         self._config = config
+        self._fingerprint = domain.fingerprint
         named = config is not None and config.header
         self._tenants = Tenants(domain, config.groups) if config is not None and named else None
         self._header = config.header.lower() if config is not None else ""
-        self._hash = None
-        if domain.secret:
-            self._hash = blake2b(domain.fingerprint, key=domain.secret, digest_size=_TAG_BYTES, person=_PURPOSE)
+        self.set_secrets(secrets or (domain.secret,))
+
+    def set_secrets(self, secrets: Sequence[bytes]) -> None:
+        """Prove with the first of `secrets` from now on, and take what is proved with any."""
+        self._hashes = [
+            blake2b(self._fingerprint, key=secret, digest_size=_TAG_BYTES, person=_PURPOSE)
+            for secret in secrets
+            if secret
+        ]
 
     def identify(
         self, headers: Sequence[tuple[str, str]], forwarded: bool, body: bytes, request: RequestBody
@@ -111,7 +118,7 @@ class Callers:
 
     def prove(self, tenant: str, body: bytes) -> str:
         """The value of a forward's header; "" without a secret."""
-        return f"{self._tag(tenant, body)}-{tenant.encode().hex()}" if self._hash is not None else ""
+        return f"{_tag(self._hashes[0], tenant, body)}-{tenant.encode().hex()}" if self._hashes else ""
 
     def _named(self, headers: Sequence[tuple[str, str]]) -> str:
         assert self._config is not None
@@ -133,17 +140,16 @@ class Callers:
             tenant = bytes.fromhex(name).decode()
         except ValueError:
             return None
-        if self._hash is None or not compare_digest(self._tag(tenant, body).encode(), tag.encode()):
-            return None
-        return tenant
+        proofs = (_tag(keyed, tenant, body) for keyed in self._hashes)
+        return tenant if any(compare_digest(proof.encode(), tag.encode()) for proof in proofs) else None
 
-    def _tag(self, tenant: str, body: bytes) -> str:
-        assert self._hash is not None
-        tag, name = self._hash.copy(), tenant.encode()
-        tag.update(len(name).to_bytes(4, "little"))
-        tag.update(name)
-        tag.update(body)
-        return tag.hexdigest()
+
+def _tag(keyed: blake2b, tenant: str, body: bytes) -> str:
+    tag, name = keyed.copy(), tenant.encode()
+    tag.update(len(name).to_bytes(4, "little"))
+    tag.update(name)
+    tag.update(body)
+    return tag.hexdigest()
 
 
 def with_salt(body: bytes, salt: str) -> bytes:

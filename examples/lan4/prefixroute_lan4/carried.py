@@ -1,9 +1,9 @@
 """A forwarded prompt's tokens, carried along so that the peer need not read the prompt again.
 
 The body of a forward is the client's own, and behind it the token ids, 32 bits each, little-endian. Rules:
-1. `TOKENS_HEADER` says where the client's body ends, and proves by a tag, keyed with the domain's secret, that a node
-   of the same domain wrote it all: whoever could make a node believe in other tokens could make it advertise prefixes
-   that it does not hold.
+1. `TOKENS_HEADER` says where the client's body ends, and proves by a tag, keyed with a secret of the fleet's, that a
+   node of the same domain wrote it all: whoever could make a node believe in other tokens could make it advertise
+   prefixes that it does not hold.
 2. Without a secret nothing is carried. What cannot be proved is cut off and forgotten, and the prompt is read anew.
 
 Measured, a text of 16,000 tokens: 0.14 ms to pack and 0.14 ms to unpack; asking an idle stub of an engine takes 3.7 ms,
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Sequence
 from hashlib import blake2b
 from hmac import compare_digest
 from typing import Final, NamedTuple
@@ -37,17 +38,23 @@ class Carried(NamedTuple):
 class Carrier:
     """Packs and unpacks forwarded bodies of one domain. O(bytes)."""
 
-    def __init__(self, domain: Domain) -> None:
-        self._hash = None
-        if domain.secret and array("I").itemsize == _TOKEN_BYTES:
-            self._hash = blake2b(domain.fingerprint, key=domain.secret, digest_size=_TAG_BYTES, person=_PURPOSE)
+    def __init__(self, domain: Domain, secrets: Sequence[bytes] = ()) -> None:
+        self._fingerprint = domain.fingerprint
+        self.set_secrets(secrets or (domain.secret,))
+
+    def set_secrets(self, secrets: Sequence[bytes]) -> None:
+        """Prove with the first of `secrets` from now on, and take what is proved with any."""
+        usable = [secret for secret in secrets if secret and array("I").itemsize == _TOKEN_BYTES]
+        self._hashes = [
+            blake2b(self._fingerprint, key=secret, digest_size=_TAG_BYTES, person=_PURPOSE) for secret in usable
+        ]
 
     def pack(self, body: bytes, tokens: array[int] | None) -> tuple[bytes, str]:
         """The body of a forward and the value of its header; the body as it is, and "", when nothing is carried."""
-        if self._hash is None or not tokens:
+        if not self._hashes or not tokens:
             return body, ""
         packed = body + _little(tokens).tobytes()
-        return packed, f"{len(body)}-{self._tag(packed, len(body))}"
+        return packed, f"{len(body)}-{_tag(self._hashes[0], packed, len(body))}"
 
     def unpack(self, packed: bytes, header: str | None) -> Carried:
         """Take apart what `pack` made; never raises for what a client may send."""
@@ -57,18 +64,19 @@ class Carrier:
         end = int(length)
         body = packed[:end]
         whole = (len(packed) - end) % _TOKEN_BYTES == 0
-        if self._hash is None or not whole or not compare_digest(self._tag(packed, end).encode(), tag.encode()):
+        proofs = (_tag(keyed, packed, end) for keyed in self._hashes)
+        if not whole or not any(compare_digest(proof.encode(), tag.encode()) for proof in proofs):
             return Carried(body, None)
         tokens = array("I")
         tokens.frombytes(memoryview(packed)[end:])
         return Carried(body, _little(tokens))
 
-    def _tag(self, packed: bytes, end: int) -> str:
-        assert self._hash is not None
-        tag = self._hash.copy()
-        tag.update(end.to_bytes(8, "little"))
-        tag.update(packed)
-        return tag.hexdigest()
+
+def _tag(keyed: blake2b, packed: bytes, end: int) -> str:
+    tag = keyed.copy()
+    tag.update(end.to_bytes(8, "little"))
+    tag.update(packed)
+    return tag.hexdigest()
 
 
 def _little(tokens: array[int]) -> array[int]:

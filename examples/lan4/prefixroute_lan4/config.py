@@ -23,6 +23,9 @@ DEFAULT_POLICY = "default"
 POLICIES = (DEFAULT_POLICY, *policy.POLICIES)
 """Words for `SidecarConfig.policy`."""
 
+GOOD_SECRET_BYTES = 16
+"""Of chance: a shorter secret can be guessed by who hears one datagram."""
+
 ENGINE_KINDS = ("vllm", "sglang")
 """Words for `EngineConfig.kind`: whose adapter reads events and load."""
 
@@ -86,7 +89,7 @@ class EngineConfig(_Strict, frozen=True, kw_only=True):
 
 
 class DomainConfig(_Strict, frozen=True, kw_only=True):
-    """What must be equal on all nodes. `secret` keys the prefix hashes and authenticates gossip.
+    """What must be equal on all nodes. `secret` keys prefix hashes, and authenticates unless `secrets` are given.
 
     `model` is the engine's name for it; `revision` tells apart weights that engines serve under one name.
     """
@@ -152,6 +155,10 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
     `url` is where the other sidecars reach this one; by default ``http://HOST:PORT`` of `http`. With `learn_peers` one
     peer is enough: the node learns the others from it, and they learn this one, by the address in `gossip`. `zone` is
     this node's zone, `zones` are the rules between zones (docs/zones.md).
+
+    `secrets` authenticate what nodes say to each other: the first signs, each is good; by default the domain's. SIGHUP
+    makes a running sidecar read them anew, see docs/security.md. `forward_hosts` are the hosts that prompts may be sent
+    to, whatever peers say of their address; by default any, over http or https.
     """
 
     node: str
@@ -164,6 +171,8 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
     policy: str = "default"
     tenants: TenantsConfig | None = None
     url: str = ""
+    secrets: tuple[str, ...] = ()
+    forward_hosts: tuple[str, ...] = ()
     timeouts: TimeoutConfig = TimeoutConfig()
     push_back: PushBackConfig = PushBackConfig()
     zone: str = ""
@@ -180,11 +189,19 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
         if self.node in {peer.node for peer in self.peers}:
             raise ValueError(f"{self.node!r} is listed among its own peers")
         check_tenants(self.prefix_domain, self.tenants)
+        given = self.secret_bytes
+        if len(given) > 4 or len(set(given)) < len(given) or max(map(len, given)) > 64:
+            raise ValueError("secrets must be at most four, all different, of at most 64 bytes")
 
     @property
     def tells_tenants(self) -> bool:
         """Whether requests are told apart by a tenant that their caller names."""
         return self.tenants is not None and bool(self.tenants.header)
+
+    @property
+    def secret_bytes(self) -> tuple[bytes, ...]:
+        """What authenticates: the first signs."""
+        return tuple(secret.encode() for secret in self.secrets or (self.domain.secret,))
 
     @property
     def public_url(self) -> str:

@@ -26,6 +26,7 @@ from .config import SidecarConfig, load_config
 from .doctor_engine import check_engine, check_events, read_facts
 from .doctor_findings import FAULT, OK, WARNING, Asker, Finding, Visit, failed, fault, visit
 from .doctor_peers import (
+    believe,
     check_clock,
     check_domains,
     check_models,
@@ -33,7 +34,6 @@ from .doctor_peers import (
     check_tokenizers,
     check_udp,
     check_zones,
-    same_secret,
 )
 from .doctor_probe import check_predictions
 
@@ -102,7 +102,7 @@ async def examine(configs: Sequence[SidecarConfig], client: httpx.AsyncClient, p
     for one in able:
         for peer in one.config.peers if one.config else ():
             other = next((other for other in able if other.node == peer.node), None)
-            if one.config is not None and other is not None and same_secret(one, other):
+            if one.config is not None and other is not None and believe(one, other):
                 full = one.config.node_settings.datagram_bytes
                 found.append(await check_udp(ask, one, peer.node, full, patience_s))
     return found

@@ -12,13 +12,13 @@ import asyncio
 import platform
 import secrets
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from hashlib import blake2b
 from hmac import compare_digest
 from typing import Any, Final, NamedTuple
 
 from prefixroute import Domain, __version__
-from prefixroute.aio import Transport
+from prefixroute.aio import Screen, Transport
 from prefixroute.errors import UsageError
 
 MAGIC: Final = b"prefixroute echo"
@@ -55,13 +55,14 @@ class WallClock:
         return self._wall() - self._steady() - self._offset
 
 
-def describe(domain: Domain, challenge: str, clock: WallClock) -> dict[str, Any]:
+def describe(domain: Domain, challenge: str, clock: WallClock, keys: Sequence[bytes] = ()) -> dict[str, Any]:
     """What a node tells of itself. UsageError for a challenge that is no hex text of reasonable length."""
     return {
         "version": __version__,
         "python": platform.python_version(),
         "domain": readable(domain),
-        "check": check(domain, challenge),
+        "check": check(domain.secret, challenge),
+        "accepts": [check(secret, challenge) for secret in keys or (domain.secret,)],
         "clock_stepped_s": clock.stepped_s,
     }
 
@@ -71,24 +72,37 @@ def readable(domain: Domain) -> dict[str, str]:
     return {name: value for name, value in domain.fields().items() if name != "secret"}
 
 
-def check(domain: Domain, challenge: str) -> str:
-    """The answer to a challenge, which only the secret gives. UsageError for a challenge that cannot be read."""
+def check(secret: bytes, challenge: str) -> str:
+    """The answer to a challenge, which only a secret gives. UsageError for a challenge that cannot be read."""
     try:
         asked = bytes.fromhex(challenge)
     except ValueError:
         asked = b""
     if not 0 < len(asked) <= MAX_CHALLENGE:
         raise UsageError(f"challenge must be the hex text of 1 to {MAX_CHALLENGE} bytes")
-    return blake2b(asked, key=domain.secret, digest_size=_TAG, person=b"doctor challenge").hexdigest()
+    return blake2b(asked, key=secret, digest_size=_TAG, person=b"doctor challenge").hexdigest()
 
 
 class Echo:
     """A transport that answers probe datagrams by itself and passes everything else on."""
 
-    def __init__(self, inner: Transport, domain: Domain) -> None:
+    def __init__(self, inner: Transport, keys: Sequence[bytes]) -> None:
         self._inner = inner
-        self._hash = blake2b(key=domain.secret, digest_size=_TAG, person=b"doctor echo")
+        self.secrets = tuple(keys)
+        """Probes go out under the first, and are echoed under the one that they came with."""
         self._waiting: dict[bytes, asyncio.Future[None]] = {}
+
+    @property
+    def screen(self) -> Screen | None:
+        """What the inner transport asks before it takes a datagram, if it asks at all."""
+        return getattr(self._inner, "screen", None)
+
+    @screen.setter
+    def screen(self, screen: Screen) -> None:
+        if hasattr(self._inner, "screen"):
+            self._inner.screen = lambda data, source: (
+                self._asked_with(data) is not None if data.startswith(MAGIC) else screen(data, source)
+            )
 
     async def send(self, address: Hashable, data: bytes) -> None:
         """Send one datagram."""
@@ -101,6 +115,8 @@ class Echo:
             if not data.startswith(MAGIC):
                 return data, source
             await self._take(data, source)
+            # A full inbox makes nobody wait, and probes are not to keep the event loop.
+            await asyncio.sleep(0)
 
     async def close(self) -> None:
         """Close the inner transport."""
@@ -124,7 +140,7 @@ class Echo:
             nonce = secrets.token_bytes(_NONCE)
             answer = self._waiting[nonce] = asyncio.get_running_loop().create_future()
             try:
-                await self._inner.send(address, self._sealed(_ASK, nonce, size))
+                await self._inner.send(address, _sealed(self.secrets[0], _ASK, nonce, size))
                 # Not wait_for: before Python 3.12 it may swallow a cancellation.
                 await asyncio.wait((answer,), timeout=patience_s)
                 return answer.done()
@@ -134,21 +150,30 @@ class Echo:
                 del self._waiting[nonce]
                 answer.cancel()
 
+    def _asked_with(self, data: bytes) -> bytes | None:
+        """The secret that sealed a probe, None if none of ours did."""
+        if not MIN_BYTES <= len(data) <= MAX_BYTES:
+            return None
+        start = len(MAGIC)
+        kind, nonce = data[start : start + 1], data[start + 1 : start + 1 + _NONCE]
+        seals = ((secret, _sealed(secret, kind, nonce, len(data))) for secret in self.secrets)
+        return next((secret for secret, sealed in seals if compare_digest(data, sealed)), None)
+
     async def _take(self, data: bytes, source: Hashable) -> None:
         start = len(MAGIC)
         kind, nonce = data[start : start + 1], data[start + 1 : start + 1 + _NONCE]
-        if not MIN_BYTES <= len(data) <= MAX_BYTES or not compare_digest(data, self._sealed(kind, nonce, len(data))):
+        asked_with = self._asked_with(data)
+        if asked_with is None:
             return
         if kind == _ASK:
             try:
-                await self._inner.send(source, self._sealed(_ANSWER, nonce, len(data)))
+                await self._inner.send(source, _sealed(asked_with, _ANSWER, nonce, len(data)))
             except OSError:
                 return
         elif (waiting := self._waiting.get(nonce)) is not None and not waiting.done():
             waiting.set_result(None)
 
-    def _sealed(self, kind: bytes, nonce: bytes, size: int) -> bytes:
-        body = (MAGIC + kind + nonce).ljust(size - _TAG, b"\0")
-        tag = self._hash.copy()
-        tag.update(body)
-        return body + tag.digest()
+
+def _sealed(secret: bytes, kind: bytes, nonce: bytes, size: int) -> bytes:
+    body = (MAGIC + kind + nonce).ljust(size - _TAG, b"\0")
+    return body + blake2b(body, key=secret, digest_size=_TAG, person=b"doctor echo").digest()

@@ -104,6 +104,19 @@ def same_secret(one: Visit, other: Visit) -> bool:
     return bool(one.told) and bool(other.told) and one.told["check"] == other.told["check"]
 
 
+def believe(one: Visit, other: Visit) -> bool:
+    """Whether each takes what the other signs: the first of its answers is its signature."""
+    if not one.told or not other.told:
+        return False
+    ours, theirs = _accepts(one), _accepts(other)
+    return ours[0] in theirs and theirs[0] in ours
+
+
+def _accepts(visit: Visit) -> list[str]:
+    # An older version has one secret for everything.
+    return visit.told.get("accepts") or [visit.told["check"]]
+
+
 def _differing(first: Visit, other: Visit) -> list[Finding]:
     ours, theirs = first.told["domain"], other.told["domain"]
     found = [
@@ -120,6 +133,10 @@ def _differing(first: Visit, other: Visit) -> list[Finding]:
     if not same_secret(first, other):
         what = f"the secret differs from {first.node}'s"
         found.append(fault(other.node, "secret", what, "give both the same domain.secret and restart the sidecar"))
+    elif not believe(first, other):
+        what = f"{first.node} and it do not take what the other signs"
+        fix = "give both the other's signing secret in secrets first, and let it sign only then"
+        found.append(fault(other.node, "secrets", what, fix))
     if other.told["version"] != first.told["version"]:
         what = f"prefixroute {other.told['version']} here, {first.told['version']} at {first.node}"
         found.append(Finding(WARNING, other.node, "version", what, "upgrade the older one"))
@@ -133,11 +150,15 @@ def _as_configured(visit: Visit, challenge: str) -> list[Finding]:
     domain = visit.config.prefix_domain
     running, written = visit.told["domain"], readable(domain)
     changed = [name for name in written if running.get(name) != written[name]]
-    changed += [] if visit.told["check"] == check(domain, challenge) else ["secret"]
+    changed += [] if visit.told["check"] == check(domain.secret, challenge) else ["secret"]
+    accepts = [check(secret, challenge) for secret in visit.config.secret_bytes]
+    if visit.told.get("accepts", accepts) != accepts and "secret" not in changed:
+        changed.append("secrets")
     if not changed:
         return []
     what = f"the running sidecar has another {', '.join(changed)} than its configuration file"
-    return [fault(visit.node, "domain", what, "restart the sidecar")]
+    fix = "send the sidecar a SIGHUP" if changed == ["secrets"] else "restart the sidecar"
+    return [fault(visit.node, "domain", what, fix)]
 
 
 def check_clock(visit: Visit) -> list[Finding]:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.types import Send
@@ -71,7 +72,8 @@ _KEPT_REPLY_HEADERS = ("x-request-id", "retry-after")
 class Site:
     """What all exchanges of a sidecar share: the node, its clock, the local engine, and how to reach others.
 
-    `readers` are the peers that read the tokens that a forward carries. `gate` is None where tenants take no turns.
+    `hosts` are those that prompts may be sent to, all if there are none; `gate` is None where tenants take no turns;
+    `readers` are the peers that read the tokens that a forward carries.
     """
 
     node: Node
@@ -82,6 +84,7 @@ class Site:
     carrier: Carrier
     callers: Callers
     gate: Gate | None = None
+    hosts: frozenset[str] = frozenset()
     readers: set[str] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -196,7 +199,7 @@ class Exchange:
             body, told = site.carrier.pack(body, call.tokens)
             headers += [(TOKENS_HEADER, told)] if told else []
         patience = site.timeouts.stream_s if call.streamed else site.timeouts.whole_s
-        url = site.node.endpoint_url(target)
+        url = allowed(site.node.endpoint_url(target), site.hosts)
         upstream = await site.client.post(url, call.path, headers, body, connect_s=connect_s, read_s=patience)
         # A peer that says nothing of it may be of an older version, to which such a body is no JSON.
         (site.readers.add if TOKENS_HEADER in upstream.headers else site.readers.discard)(peer)
@@ -343,6 +346,14 @@ def declined_reply(load: LoadReport, matched_tokens: int) -> Reply:
         (TOKENS_HEADER, "read"),
     )
     return reply._replace(headers=told)
+
+
+def allowed(url: str, hosts: frozenset[str]) -> str:
+    """The address of a peer's endpoint, if prompts may go there. It came by gossip: ValueError for another one."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or (hosts and parts.hostname not in hosts):
+        raise ValueError(f"prompts are not sent to {url[:100]!r}")
+    return url
 
 
 def budget_of(text: str | None) -> float:

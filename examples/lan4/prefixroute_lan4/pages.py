@@ -91,7 +91,7 @@ class _Pages:
         sidecar = self._sidecar
         challenge = request.query_params.get("challenge", "")
         try:
-            told = doctor_host.describe(sidecar.config.prefix_domain, challenge, sidecar.wall_clock)
+            told = doctor_host.describe(sidecar.config.prefix_domain, challenge, sidecar.wall_clock, sidecar.secrets)
         except UsageError as error:
             return response_of(error_reply(400, str(error)))
         return _json({"node": sidecar.config.node, **told})

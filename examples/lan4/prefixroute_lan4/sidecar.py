@@ -25,11 +25,12 @@ import asyncio
 import contextlib
 import logging
 import random
+import signal
 import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from .attach import Attachment
 from .callers import UNTRUSTED_SALT, Caller, Callers, Refused
 from .carried import TOKENS_HEADER, Carrier
 from .client import KEEPALIVE_S, Client, HttpError
-from .config import SidecarConfig, load_config, make_policy
+from .config import GOOD_SECRET_BYTES, SidecarConfig, load_config, make_policy
 from .doctor_host import Echo, WallClock
 from .door import Gone, body_of, error_reply, headers_of, path_of, send_reply, unless_gone
 from .exchange import BUDGET_HEADER, HOP_HEADER, Call, Exchange, Site, budget_of, declined_reply
@@ -80,7 +81,9 @@ class Sidecar:
             now=now,
             settings=config.node_settings,
             policy=make_policy(config.policy),
+            secrets=config.secret_bytes,
         )
+        self.secrets = config.secret_bytes
         self.engine = Attachment(self.node, config.engine, config.public_url, now)
         for peer in config.peers:
             self.node.add_peer(peer.node, address=peer.gossip.pair, now=now)
@@ -98,7 +101,7 @@ class Sidecar:
         config = self.config
         own = OwnTokenizer(config.engine.tokenizer_file) if config.engine.tokenizer_file else None
         self.transport = await open_gossip(config.gossip)
-        self.echo = Echo(self.transport, config.prefix_domain)
+        self.echo = Echo(self.transport, self.secrets)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_S)
         async with (
             httpx.AsyncClient(limits=limits, trust_env=False) as self.http,
@@ -109,8 +112,11 @@ class Sidecar:
             self.engine.connect(self.http, driver)
             domain, tenants = config.prefix_domain, config.tenants
             gate = Gate(tenants, driver.now) if tenants is not None and tenants.header and tenants.fair else None
-            carrier, callers = Carrier(domain), Callers(domain, tenants)
-            self._site = Site(self.node, driver.now, client, self.engine, config.timeouts, carrier, callers, gate)
+            carrier, callers = Carrier(domain, self.secrets), Callers(domain, tenants, self.secrets)
+            hosts = frozenset(config.forward_hosts)
+            self._site = Site(
+                self.node, driver.now, client, self.engine, config.timeouts, carrier, callers, gate, hosts
+            )
             self._prompts = PromptReader(self._tokenize, config.domain.model, own)
             tasks = [asyncio.create_task(work) for work in (*self.engine.work(), driver.wait())]
             for task in tasks:
@@ -122,6 +128,13 @@ class Sidecar:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await driver.leave()
+
+    def set_secrets(self, secrets: Sequence[bytes]) -> None:
+        """Authenticate with these from now on, everywhere: the first signs, each is good. UsageError as the node's."""
+        self.node.set_secrets(secrets)
+        self.secrets = self.echo.secrets = tuple(secrets)
+        self._site.carrier.set_secrets(secrets)
+        self._site.callers.set_secrets(secrets)
 
     # --- requests ------------------------------------------------------------------------------------------
 
@@ -264,11 +277,36 @@ def _log_event(event: NodeEvent) -> None:
     log.info("%s", event)
 
 
-async def serve(config: SidecarConfig) -> None:
-    """Serve until SIGINT or SIGTERM; UsageError when an address cannot be used."""
+def _read_secrets_anew(sidecar: Sidecar, path: Path) -> None:
+    """Take the secrets of a configuration file that was changed; everything else in it waits for a restart."""
+    try:
+        config = load_config(path)
+        sidecar.set_secrets(config.secret_bytes)
+    except UsageError as error:
+        log.error("the secrets stay as they are: %s", error)
+    else:
+        log.info("secrets read from %s: the first of %d signs", path, len(config.secret_bytes))
+
+
+def reread_on_sighup(sidecar: Sidecar, path: Path) -> None:
+    """Let a SIGHUP to this process read the secrets anew."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _read_secrets_anew, sidecar, path)
+
+
+def _warn_of_weak(config: SidecarConfig) -> None:
+    short = [len(secret) for secret in config.secret_bytes if len(secret) < GOOD_SECRET_BYTES]
+    if short:
+        log.warning("a secret of %d bytes: who hears one datagram can guess it; see docs/security.md", min(short))
+
+
+async def serve(config: SidecarConfig, path: Path | None = None) -> None:
+    """Serve until SIGINT or SIGTERM; SIGHUP reads the secrets at `path` anew. UsageError for an unusable address."""
     sidecar = Sidecar(config)
+    _warn_of_weak(config)
     with open_listener(config.http) as listener:
         async with sidecar.running():
+            if path is not None:
+                reread_on_sighup(sidecar, path)
             settings = uvicorn.Config(
                 sidecar.app,
                 interface="asgi3",
@@ -283,13 +321,13 @@ async def serve(config: SidecarConfig) -> None:
             await uvicorn.Server(settings).serve(sockets=[listener])
 
 
-def _run(config: SidecarConfig) -> None:
+def _run(config: SidecarConfig, path: Path) -> None:
     try:
         import uvloop
     except ImportError:
-        asyncio.run(serve(config))
+        asyncio.run(serve(config, path))
     else:
-        uvloop.run(serve(config))
+        uvloop.run(serve(config, path))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -301,8 +339,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        config = load_config(Path(arguments[0]))
-        _run(config)
+        path = Path(arguments[0])
+        _run(load_config(path), path)
     except UsageError as error:
         print(f"prefixroute sidecar: {error}", file=sys.stderr)
         return 2

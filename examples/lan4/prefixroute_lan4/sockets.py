@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Hashable
 
-from prefixroute.aio import Transport, UdpTransport
+from prefixroute.aio import Screen, Transport, UdpTransport
 from prefixroute.errors import UsageError
 
 from .config import Address
@@ -21,6 +21,16 @@ class CountingTransport:
         self._inner = inner
         self.bytes_sent = 0
         self.datagrams_sent = 0
+
+    @property
+    def screen(self) -> Screen | None:
+        """What the inner transport asks before it takes a datagram, if it asks at all."""
+        return getattr(self._inner, "screen", None)
+
+    @screen.setter
+    def screen(self, screen: Screen | None) -> None:
+        if isinstance(self._inner, UdpTransport):
+            self._inner.screen = screen
 
     async def send(self, address: Hashable, data: bytes) -> None:
         """Send and count."""

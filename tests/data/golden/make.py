@@ -21,6 +21,7 @@ from prefixroute.digest import (
     Kind,
     LoadWire,
     Message,
+    Stamp,
     Update,
     VectorEntry,
     Want,
@@ -103,6 +104,11 @@ MESSAGES: dict[str, tuple[Kind, Message]] = {
     "ack_snapshot_part": (Kind.ACK, Message("b", updates=[SNAPSHOT_PART])),
     "ack_delta_part": (Kind.ACK, Message("c", updates=[DELTA_PART])),
     "ack_last_word": (Kind.ACK, Message("a", vector=[VectorEntry("a/0", 1, LAST_BEAT)])),
+    "syn_stamped": (
+        Kind.SYN,
+        Message("a", 2**61, vector=[VectorEntry("a/0", 1, 12)], life=0xFEDCBA98, sequence=70000, to=77),
+    ),
+    "syn_ack_challenge": (Kind.SYN_ACK, Message("b", 2**62, 2**61, life=77, sequence=5, to=0xFEDCBA98)),
 }
 
 
@@ -111,7 +117,8 @@ def datagram(name: str) -> bytes:
     kind, message = MESSAGES[name]
     vector = [encode_part(entry) for entry in message.vector]
     updates = [encode_part(update) for update in message.updates]
-    return encode(kind, DOMAIN.fingerprint, DOMAIN.secret, message, vector, updates)
+    stamp = Stamp(message.life, message.sequence, message.to) if message.life else None
+    return encode(kind, DOMAIN.fingerprint, DOMAIN.secret, message, vector, updates, stamp)
 
 
 def write() -> None:

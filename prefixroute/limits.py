@@ -1,0 +1,183 @@
+"""What others can make a node do and keep: rates, answers, keys and endpoints, each with its formula.
+
+A *round* is `interval_s` seconds, in which an honest node has one exchange with a peer and sends it two answers at
+most. So one peer honestly sends 2 x `burst_bytes` a round at most, in 2 + 2 x burst_bytes / datagram_bytes datagrams.
+
+| meter    | of whom                                                 | honest rates, times                |
+|----------|---------------------------------------------------------|------------------------------------|
+| source   | an address that a good datagram came from, or a peer's  | `excess` x `fan_out`, before a tag is checked |
+| unproved | all other addresses together                            | `excess`, before a tag is checked  |
+| peer     | a peer, whatever address its datagrams came from        | `excess`, after the tag            |
+| work     | estimated processor time for a peer's updates and answers | `peer_work`, five seconds of it at once |
+| answers  | answers to a peer; of nodes that are no peers yet, all together | `excess`                  |
+
+Each meter is a token bucket that holds what comes in four rounds, or in a second if that is longer.
+
+Rules:
+1. What is beyond a limit is dropped as a busy network would drop it: gossip heals loss.
+2. Only what a tag has proved gets a meter of its own, so nobody without the secret can push others out of the list.
+3. Refusals are counted, and told at a bounded pace, however many there are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from math import inf
+
+from cachetools import LRUCache
+
+from .tempo import GossipSettings
+
+MAX_SOURCES = 4096
+"""Addresses with a meter of their own; the ones that were quiet longest share one again."""
+
+HELD_ROUNDS = 4
+"""Rounds' worth of datagrams that a meter lets through at once: an honest node may have been paused."""
+
+WORK_AT_ONCE_S = 5.0
+"""So much work a peer may cause at once: the sets of a large fleet, after a partition."""
+
+ENTRY_S, COPY_S, UPDATE_S, BYTE_S, HELD_S = 3e-6, 6e-7, 3e-5, 1.2e-7, 2e-9
+"""What an entry, an endpoint that it is compared with, an update, a byte of its keys, and a key of the set that it
+changes are taken to cost: measured, rounded up. No clock is read here, so that the same calls do the same."""
+
+TOLD_AT_ONCE = 64
+"""Refusals that are told one by one; from then on one a second."""
+
+
+class Bucket:
+    """A token bucket: `take` lets through `rate` a second in the mean, and `most` at once. O(1)."""
+
+    __slots__ = ("_at", "_left", "most", "rate")
+
+    def __init__(self, rate: float, most: float) -> None:
+        self.rate = rate
+        self.most = most
+        self._left = most
+        self._at: float | None = None
+
+    def take(self, amount: float, now: float) -> bool:
+        """Take `amount` at `now`, seconds of any clock; False, and nothing is taken, when there is not as much left."""
+        if self._at is not None and now > self._at:
+            self._left = min(self.most, self._left + (now - self._at) * self.rate)
+        self._at = now if self._at is None else max(now, self._at)
+        if amount > self._left:
+            return False
+        self._left -= amount
+        return True
+
+
+class Meter:
+    """Datagrams and bytes of one sender; what has no room in either is refused."""
+
+    __slots__ = ("_bytes", "_datagrams")
+
+    def __init__(self, settings: GossipSettings, times: float) -> None:
+        held_s = max(1.0, HELD_ROUNDS * settings.interval_s)
+        of_datagrams, of_bytes = times * honest_datagrams_per_s(settings), times * honest_bytes_per_s(settings)
+        self._datagrams = Bucket(of_datagrams, held_s * of_datagrams)
+        self._bytes = Bucket(of_bytes, held_s * of_bytes)
+
+    def take(self, size: int, now: float) -> bool:
+        """Let a datagram of `size` bytes through, or not."""
+        return self._datagrams.take(1, now) and self._bytes.take(size, now)
+
+
+class Limits:
+    """The meters of one node. Nothing here raises."""
+
+    def __init__(self, settings: GossipSettings) -> None:
+        self._settings = settings
+        self._excess = settings.excess
+        self._off = settings.excess == inf
+        self._sources: LRUCache[Hashable, Meter] = LRUCache(MAX_SOURCES)
+        self._unproved = Meter(settings, settings.excess)
+        self._told = Bucket(1.0, TOLD_AT_ONCE)
+        self.challenges = self.of_answers()
+        """Of the challenges to nodes that are no peers yet, all together."""
+
+    def admits(self, source: Hashable, size: int, now: float) -> bool:
+        """Whether a datagram of `size` bytes from `source` is looked at. O(1), before its tag is checked."""
+        if self._off:
+            return True
+        return self._sources.get(source, self._unproved).take(size, now)
+
+    def proved(self, source: Hashable) -> None:
+        """Note that a good datagram came from `source`, or that it is a peer's address: it has a meter of its own."""
+        if source not in self._sources and not self._off:
+            self._sources[source] = Meter(self._settings, self._excess * self._settings.fan_out)
+
+    def of_peer(self) -> Meter:
+        """Return a meter for what one peer sends."""
+        return Meter(self._settings, self._excess)
+
+    def of_answers(self) -> Bucket:
+        """Return a bucket for the answers that one peer gets."""
+        rate = 2 * self._excess / self._settings.interval_s
+        return Bucket(rate, rate * max(1.0, HELD_ROUNDS * self._settings.interval_s))
+
+    def of_work(self) -> Bucket:
+        """Return a bucket for the seconds of work that one peer may cause."""
+        return Bucket(self._settings.peer_work, WORK_AT_ONCE_S)
+
+    def tells(self, now: float) -> bool:
+        """Whether one more refusal is told by an event; all are counted."""
+        return self._told.take(1, now)
+
+
+class Holdings:
+    """Keys and endpoints that are kept of others, by owner. `max_keys` of one endpoint is the intake's to check."""
+
+    def __init__(self, settings: GossipSettings) -> None:
+        self._settings = settings
+        self.total = 0
+        """Keys of all endpoints, those of transfers under way included."""
+        self._keys: dict[str, int] = {}
+        self._of_owner: Counter[str] = Counter()
+        self.endpoints: Counter[str] = Counter()
+        """Endpoints by owner."""
+
+    def fits(self, endpoint: str, owner: str, n: int) -> bool:
+        """Whether `n` keys of an endpoint have room, of its owner's and of all. O(1)."""
+        more = n - self._keys.get(endpoint, 0)
+        settings = self._settings
+        return more <= 0 or (
+            self._of_owner[owner] + more <= settings.max_owner_keys and self.total + more <= settings.max_all_keys
+        )
+
+    def note(self, endpoint: str, owner: str, n: int) -> None:
+        """Note that `n` keys of an endpoint are kept now. O(1)."""
+        more = n - self._keys.pop(endpoint, 0)
+        if n:
+            self._keys[endpoint] = n
+        self.total += more
+        self._of_owner[owner] += more
+        if not self._of_owner[owner]:
+            del self._of_owner[owner]
+
+    def met(self, owner: str) -> None:
+        """Note one more endpoint of an owner."""
+        self.endpoints[owner] += 1
+
+    def lost(self, endpoint: str, owner: str) -> None:
+        """Note that an endpoint is not kept any more."""
+        self.note(endpoint, owner, 0)
+        self.endpoints[owner] -= 1
+        if self.endpoints[owner] <= 0:
+            del self.endpoints[owner]
+
+    def _check(self, expected: dict[str, int]) -> None:
+        """Assert that these are the keys that are kept."""
+        assert self._keys == {endpoint: n for endpoint, n in expected.items() if n}
+        assert self.total == sum(expected.values()) == sum(self._of_owner.values())
+
+
+def honest_bytes_per_s(settings: GossipSettings) -> float:
+    """Return what a node with these settings sends to one of its peers at most, in bytes a second."""
+    return 2 * settings.burst_bytes / settings.interval_s
+
+
+def honest_datagrams_per_s(settings: GossipSettings) -> float:
+    """Return the datagrams that a node with these settings sends to one of its peers at most, a second."""
+    return (2 + 2 * settings.burst_bytes / settings.datagram_bytes) / settings.interval_s
