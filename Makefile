@@ -12,7 +12,7 @@ PREFIXROUTE_SGLANG_ENV ?= $(abspath $(ENGINES))/sglang
 COMPILED ?= .venv-compiled
 
 .PHONY: help demo test test-browser test-engines compiled test-compiled check
-.PHONY: bench bench-analyze bench-compare bench-route bench-ingest bench-engines bench-replication bench-scale bench-plan bench-gateways clean clean-engines
+.PHONY: bench bench-analyze bench-compare bench-route bench-ingest bench-engines bench-replication bench-scale bench-plan bench-gateways bench-hostile clean clean-engines
 
 help:                           ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/'
@@ -101,6 +101,9 @@ bench-plan: $(VENV)/.dev       ## planning against its bars: placement, exact, o
 
 bench-gateways: $(VENV)/.dev   ## what a sidecar adds to a request, beside other gateways (ARGS='--env DIR' where they are)
 	$(BIN)/python benchmarks/gateways.py $(ARGS)
+
+bench-hostile: $(VENV)/.dev    ## what a flood of datagrams costs a node that serves; 1 minute
+	$(BIN)/python benchmarks/hostile.py $(ARGS)
 
 clean:                          ## remove what the targets made, but for the engines
 	rm -rf $(VENV) $(COMPILED) $(RIVALS) .mypy_cache .ruff_cache .hypothesis .coverage build dist demo-out
