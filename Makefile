@@ -55,7 +55,7 @@ compiled:                       ## the compiled build, in an environment of its 
 	$(COMPILED)/bin/prefixroute --version
 
 test-compiled: compiled         ## the test suite against the compiled build (ARGS=...)
-	$(COMPILED)/bin/pytest -m 'not interpreted and not browser' $(ARGS)
+	$(COMPILED)/bin/pytest --numprocesses auto --dist loadfile -m 'not interpreted and not browser' $(ARGS)
 
 check: $(VENV)/.dev             ## lint, format, types, import rules
 	$(BIN)/ruff check .

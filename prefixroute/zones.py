@@ -5,7 +5,7 @@ Rules:
    (a, "*"), ("*", b), ("*", "*") is taken; if none does: always.
 2. Within a zone it is always, unless a rule names that zone twice.
 3. A zone that is not known may be any: it goes by the strictest rule that this node has for any zone. So it is with an
-   endpoint whose first snapshot has not come, with a node that has no label, and with an older release's.
+   endpoint whose first snapshot has not come, and with a node that has no label.
 
 | rule | an endpoint there is |
 |---|---|
