@@ -331,7 +331,7 @@ def test_proofs_rotate_with_the_secrets() -> None:
     for secrets in ((old, new), (new, old), (new,)):
         before = origin.prove("acme", body)
         for callers in (peer, origin):
-            callers.set_secrets(secrets)
+            callers.seals.set_secrets(secrets)
             assert read(peer, origin.prove("acme", body)) == "acme"
     assert read(peer, before) == "acme", "it was proved with the new one already"
     assert read(peer, Callers(DOMAIN, None, (old,)).prove("acme", body)) == ""

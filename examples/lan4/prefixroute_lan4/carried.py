@@ -15,17 +15,17 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from hashlib import blake2b
-from hmac import compare_digest
 from typing import Final, NamedTuple
 
 from prefixroute import Domain
 
+from .seals import Seals
+
 TOKENS_HEADER: Final = "x-prefixroute-tokens"
 
 _PURPOSE: Final = b"carried tokens"
-_TAG_BYTES: Final = 16
 _TOKEN_BYTES: Final = 4
+_ABLE: Final = array("I").itemsize == _TOKEN_BYTES
 
 
 class Carried(NamedTuple):
@@ -39,22 +39,14 @@ class Carrier:
     """Packs and unpacks forwarded bodies of one domain. O(bytes)."""
 
     def __init__(self, domain: Domain, secrets: Sequence[bytes] = ()) -> None:
-        self._fingerprint = domain.fingerprint
-        self.set_secrets(secrets or (domain.secret,))
-
-    def set_secrets(self, secrets: Sequence[bytes]) -> None:
-        """Prove with the first of `secrets` from now on, and take what is proved with any."""
-        usable = [secret for secret in secrets if secret and array("I").itemsize == _TOKEN_BYTES]
-        self._hashes = [
-            blake2b(self._fingerprint, key=secret, digest_size=_TAG_BYTES, person=_PURPOSE) for secret in usable
-        ]
+        self.seals = Seals(domain, _PURPOSE, secrets)
 
     def pack(self, body: bytes, tokens: array[int] | None) -> tuple[bytes, str]:
         """The body of a forward and the value of its header; the body as it is, and "", when nothing is carried."""
-        if not self._hashes or not tokens:
+        if not (tokens and _ABLE and self.seals):
             return body, ""
         packed = body + _little(tokens).tobytes()
-        return packed, f"{len(body)}-{_tag(self._hashes[0], packed, len(body))}"
+        return packed, f"{len(body)}-{self.seals.seal(_eight(len(body)), packed)}"
 
     def unpack(self, packed: bytes, header: str | None) -> Carried:
         """Take apart what `pack` made; never raises for what a client may send."""
@@ -64,19 +56,15 @@ class Carrier:
         end = int(length)
         body = packed[:end]
         whole = (len(packed) - end) % _TOKEN_BYTES == 0
-        proofs = (_tag(keyed, packed, end) for keyed in self._hashes)
-        if not whole or not any(compare_digest(proof.encode(), tag.encode()) for proof in proofs):
+        if not (whole and _ABLE and self.seals.proves(tag, _eight(end), packed)):
             return Carried(body, None)
         tokens = array("I")
         tokens.frombytes(memoryview(packed)[end:])
         return Carried(body, _little(tokens))
 
 
-def _tag(keyed: blake2b, packed: bytes, end: int) -> str:
-    tag = keyed.copy()
-    tag.update(end.to_bytes(8, "little"))
-    tag.update(packed)
-    return tag.hexdigest()
+def _eight(end: int) -> bytes:
+    return end.to_bytes(8, "little")
 
 
 def _little(tokens: array[int]) -> array[int]:

@@ -133,8 +133,8 @@ class Sidecar:
         """Authenticate with these from now on, everywhere: the first signs, each is good. UsageError as the node's."""
         self.node.set_secrets(secrets)
         self.secrets = self.echo.secrets = tuple(secrets)
-        self._site.carrier.set_secrets(secrets)
-        self._site.callers.set_secrets(secrets)
+        for seals in (self._site.carrier.seals, self._site.callers.seals):
+            seals.set_secrets(secrets)
 
     # --- requests ------------------------------------------------------------------------------------------
 
