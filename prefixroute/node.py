@@ -409,10 +409,10 @@ class Node:
         if self._locals[standing.name].promise(ticket, chain, depth):
             self._gossip.tempo.stir(now)
 
-    def _ended(self, ticket: int, standing: Standing, answered: bool, now: float) -> None:
+    def _ended(self, ticket: int, standing: Standing) -> None:
         local = self._locals.get(standing.name)
         if local is not None:
-            local.publisher.over(ticket, answered, now)
+            local.publisher.over(ticket)
 
     def _refuse_rank(self, endpoint: str, ours: int, theirs: int) -> None:
         """Two caches in one mirror would be a lie about both: say so, the first time."""

@@ -4,8 +4,7 @@ A cold prompt takes its prefill's time to become a prefix that others could use.
 gets a prompt with that prefix meanwhile prefills it as well: 7 of 48 prompts over 6 prefixes were cold at four engines.
 
 Rules:
-1. A promise is made when a prompt begins to be served here, and ends with its outcome: by then the engine has told. If
-   it has not, and the prompt was answered, its word is on the way: then the promise ends `publisher.LINGER_S` later.
+1. A promise is made when a prompt begins to be served here, and ends with its outcome: by then the engine has told.
 2. It is thought over with the next round, off the path of requests: a prompt that is over by then costs nothing.
 3. What is promised is prefix-closed above what is held, as all that is published: a peer that is told the last block
    is told those above it that its stride asks for. Of a hybrid model it is the one end that the prompt will leave.
@@ -86,10 +85,6 @@ class Promises:
                     gained.add(wire)
         self._new.clear()
         return gained
-
-    def of(self, ticket: int) -> tuple[int, ...]:
-        """Return the wire keys that a prompt promises, as far as they were settled."""
-        return self._made.get(ticket, ())
 
     def end(self, ticket: int) -> set[int]:
         """Take back what a prompt promised; return the wire keys that nobody promises any more. O(its blocks)."""

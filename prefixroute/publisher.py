@@ -10,7 +10,6 @@ Rules:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection
 
 from .anchors import Anchors, choose_stride
@@ -22,9 +21,6 @@ from .replica import OwnedSet
 
 FOLLOW_BLOCKS = 1024
 """Touched blocks that are looked at without waiting for the next round, which would take too long at once."""
-
-LINGER_S = 1.0
-"""So long an engine's events may be later than its answer: on a busy machine they were, and peers forgot meanwhile."""
 
 REFIT_S = 5.0
 """How often the anchor stride is thought over: the number of ends costs a walk over all edges."""
@@ -40,7 +36,6 @@ class Publisher:
         "_fitted_blocks",
         "_held",
         "_keys",
-        "_lingering",
         "_promises",
         "_repeats",
         "_source",
@@ -53,8 +48,6 @@ class Publisher:
         self._held = held
         self._repeats: dict[int, int] = {}
         self._promises = Promises()
-        self._lingering: deque[tuple[float, int]] = deque()
-        """(when it ends, ticket) of each promise that waits for the engine's word, the first one first."""
         self._anchors: Anchors | None = None
         self._fitted_at = float("-inf")
         self._fitted_blocks = 0
@@ -77,25 +70,14 @@ class Publisher:
         """Take blocks that a prompt will bring; peers are told with the next round if it is still under way. O(1)."""
         self._promises.begin(ticket, promise)
 
-    def over(self, ticket: int, answered: bool, now: float) -> None:
-        """Note that a prompt is over: its promise ends, but a little later where the engine has still to tell.
-
-        O(its blocks).
-        """
-        if answered and not all(map(self._has, self._promises.of(ticket))):
-            self._lingering.append((now + LINGER_S, ticket))
-        else:
-            self._take_back(ticket)
-
-    def _take_back(self, ticket: int) -> None:
+    def over(self, ticket: int) -> None:
+        """Take back what is left of a prompt's promise: by now the engine has told. O(its blocks)."""
         lost = self._promises.end(ticket)
         if lost:
             self._keys.gather(Changes(set(), {wire for wire in lost if not self._has(wire)}))
 
     def gather(self, now: float) -> None:
         """Bring what is to be published up to date. O(changes); O(blocks) array work when the stride changes."""
-        while self._lingering and self._lingering[0][0] <= now:
-            self._take_back(self._lingering.popleft()[1])
         blocks = self._source.published
         if now - self._fitted_at >= REFIT_S or blocks > 2 * self._fitted_blocks:
             self._refit(blocks, now)

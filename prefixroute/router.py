@@ -62,13 +62,13 @@ class Hooks(NamedTuple):
     """What the owner of the local endpoints is told.
 
     `served(flight, standing, outcome, now)`: a request was served, here or elsewhere. `begun(ticket, chain, standing,
-    depth, now)`: a local endpoint, which holds `depth` blocks of it, is to serve one. `ended(ticket, standing,
-    answered, now)`: that attempt is over.
+    depth, now)`: a local endpoint, which holds `depth` blocks of it, is to serve one. `ended(ticket, standing)`: that
+    attempt is over.
     """
 
     served: Callable[[Flight, Standing, Outcome, float], None]
     begun: Callable[[int, TokenChain, Standing, int, float], None]
-    ended: Callable[[int, Standing, bool, float], None]
+    ended: Callable[[int, Standing], None]
 
 
 class Router:
@@ -190,7 +190,7 @@ class Router:
         if standing is not None:
             self.fleet.release(standing, ticket, now)
             if standing.local:
-                self._hooks.ended(ticket, standing, outcome.kind is OutcomeKind.SERVED, now)
+                self._hooks.ended(ticket, standing)
             self._judge(flight, standing, outcome, now)
             self.fleet.refresh(standing, now)
         if outcome.kind is not OutcomeKind.SERVED:
@@ -458,7 +458,7 @@ class Router:
         self._release(flight, now)
         standing = self.fleet.standings.get(flight.target)
         if standing is not None and standing.local:
-            self._hooks.ended(ticket, standing, False, now)
+            self._hooks.ended(ticket, standing)
         self._counters["outcomes_missing"] += 1
 
 

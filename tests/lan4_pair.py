@@ -187,17 +187,25 @@ class Pair:
     async def known(self, prompt: str, namespace: Namespace = DEFAULT_NAMESPACE) -> None:
         """Wait until node 1 knows that node 2 holds `prompt` and is free again; a decision would leave traces.
 
-        What is held may be known first: it is promised when its prefill begins.
+        What is held may be known first: it is promised when its prefill begins. That is over with the answer, and on a
+        busy machine the engine's own word comes later: so it is waited for, and for what is published of it.
         """
-        node, theirs = self.one.sidecar.node, self.two.sidecar.engine.endpoints
+        node, owner, theirs = self.one.sidecar.node, self.two.sidecar.node, self.two.sidecar.engine.endpoints
         now = self.one.sidecar.driver.now
         chain = node.chain(encode(prompt), namespace=namespace)
-        whole = wire_key(chain.key(chain.depth))
+        key = chain.key(chain.depth)
 
         def told() -> bool:
             free = {row.endpoint for row in node.stats(now()).endpoints if row.wait_s < 0.01}
-            digests = node.digests()
-            return any(name in free and whole in digests[name].keys for name in theirs if name in digests)
+            digests, published = node.digests(), owner.digests()
+            return any(
+                name in free
+                and key in owner.residency(name).keys()  # noqa: SIM118 - a residency is no dict
+                and wire_key(key) in published[name].keys
+                and digests[name].version == published[name].version
+                for name in theirs
+                if name in digests
+            )
 
         await until(told)
 

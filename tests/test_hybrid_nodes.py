@@ -114,7 +114,7 @@ def test_a_promise_is_the_end_that_the_prompt_will_leave() -> None:
     assert expected(n1, "n0/0", tokens, net.now) == 40 * BLOCK
     assert expected(n1, "n0/0", [*tokens, *prompt(2, 3)], net.now) == 40 * BLOCK
     assert expected(n1, "n0/0", [*tokens[: 39 * BLOCK], *prompt(2, 3)], net.now) == 0
-    net.nodes["n0"].report(decision, Outcome.cancelled(), net.now)
+    net.nodes["n0"].report(decision, Outcome.served(), net.now)
     net.run(0.5)
     assert n1.digests()["n0/0"].keys.tolist() == [wire_key(ENDS_ONLY)]
     check(net)
