@@ -34,14 +34,14 @@ demo: $(VENV)/.demo             ## four emulated nodes, unrouted then routed, on
 
 test: $(VENV)/.dev              ## the test suite, a process for each core, and the core's line coverage (95 % at least)
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --cov --cov-report= $(ARGS)
-	$(BIN)/python tests/core_coverage.py 95
+	$(BIN)/python tests/house/core_coverage.py 95
 
 test-browser: $(VENV)/.dev      ## the analyser's page in a headless Chromium (apt-get install chromium, or PREFIXROUTE_BROWSER=...)
-	$(BIN)/python -m pytest -m browser tests/test_analyze_browser.py $(ARGS)
+	$(BIN)/python -m pytest -m browser tests/analyze/test_analyze_browser.py $(ARGS)
 
 test-engines: $(VENV)/.dev      ## the live suite: real vLLM and SGLang on this CPU, made once in .engines (ARGS=..., ENGINES=DIR)
-	$(if $(filter file,$(origin PREFIXROUTE_VLLM_ENV)),examples/lan4/setup_vllm.sh $(PREFIXROUTE_VLLM_ENV))
-	$(if $(filter file,$(origin PREFIXROUTE_SGLANG_ENV)),examples/lan4/setup_sglang.sh $(PREFIXROUTE_SGLANG_ENV))
+	$(if $(filter file,$(origin PREFIXROUTE_VLLM_ENV)),examples/launch/setup_vllm.sh $(PREFIXROUTE_VLLM_ENV))
+	$(if $(filter file,$(origin PREFIXROUTE_SGLANG_ENV)),examples/launch/setup_sglang.sh $(PREFIXROUTE_SGLANG_ENV))
 	PREFIXROUTE_VLLM_ENV=$(PREFIXROUTE_VLLM_ENV) PREFIXROUTE_SGLANG_ENV=$(PREFIXROUTE_SGLANG_ENV) \
 		$(BIN)/python -m pytest live_tests $(ARGS)
 
@@ -61,7 +61,7 @@ check: $(VENV)/.dev             ## lint, format, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_import_rules.py
+	$(BIN)/python -m pytest -q tests/house/test_import_rules.py
 
 bench: $(VENV)/.dev             ## how far a decision is from the machine, against the committed baseline; 1 minute (ARGS=--update)
 	$(BIN)/python benchmarks/bench.py $(ARGS)

@@ -31,7 +31,7 @@ from analyze_logs import mixed_paths, talk_paths, topic_paths, write_chats, writ
 from figures import Row, chosen, json_option, publish
 
 from prefixroute.analyze import Collector, Limits, PromptReader
-from prefixroute.analyze.prompts import Keys
+from prefixroute.analyze.prompt_keys import Keys
 from prefixroute.analyze.sample import Sampled
 from prefixroute.analyze.stack import Curve, Exact
 

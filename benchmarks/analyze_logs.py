@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from prefixroute.analyze.prompts import Keys, prefix_keys
-from prefixroute.sim.workloads import prefix_lengths
+from prefixroute.analyze.prompt_keys import Keys, prefix_keys
+from prefixroute.sim.serving.workloads import prefix_lengths
 
 TEXT = (
     "the of and to in is that for it as was with be by on not this are or from at which but have an had they you were"

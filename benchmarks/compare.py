@@ -40,7 +40,7 @@ from rivals import ANSWERS, RIVALS, Index, Side, installed
 from worlds import BLOCK, CASES, World, world
 
 from prefixroute import Outcome, TokenChain
-from prefixroute.chain import pack_tokens
+from prefixroute.keys.chain import pack_tokens
 
 TURN = 500
 """Tokens of a conversation's next turn."""

@@ -33,11 +33,11 @@ from figures import Row, chosen, json_option, publish
 from numpy.typing import NDArray
 
 from prefixroute import BlocksStored, Domain, EngineBatch, Node, NodeSettings, Outcome
-from prefixroute.codec import Keys, decode_sorted, encode_sorted
-from prefixroute.digest import KEY_LIMIT, Message, Update, overhead_bytes
-from prefixroute.index import MergedIndex
-from prefixroute.replica import Change, WriterSet
-from prefixroute.transfer import Debt, cut
+from prefixroute.keys.rice import Keys, decode_sorted, encode_sorted
+from prefixroute.replication.replica import Change, WriterSet
+from prefixroute.replication.transfer import Debt, cut
+from prefixroute.replication.wire import KEY_LIMIT, Message, Update, overhead_bytes
+from prefixroute.routing.index import MergedIndex
 
 BLOCK = 16
 TRACE_BLOCKS = 32

@@ -17,7 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from prefixroute_lan4.config import Address, DomainConfig, EngineConfig, PeerConfig, SidecarConfig, dump_config
+from prefixroute_serving.sidecar_config import (
+    Address,
+    DomainConfig,
+    EngineConfig,
+    PeerConfig,
+    SidecarConfig,
+    dump_config,
+)
 from stub_worker import MODEL
 
 HERE = Path(__file__).parent
@@ -143,7 +150,7 @@ def sidecars(worker_ports: Sequence[int], folder: Path, python: str = sys.execut
             )
             file = folder / f"n{i}.json"
             dump_config(config, file)
-            command = [python, "-m", "prefixroute_lan4.sidecar", str(file)]
+            command = [python, "-m", "prefixroute.cli", "serve", str(file)]
             running.append(Gateway(f"n{i}", config.http.port, (Process(command, folder / f"n{i}.log"),)))
         yield running
     finally:

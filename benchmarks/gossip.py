@@ -37,13 +37,13 @@ from gossip_fleet import DOMAIN, GIVE_UP_S, Fleet
 
 from prefixroute import BlocksStored, EngineBatch, Node, NodeSettings
 from prefixroute.aio import Driver, UdpTransport
-from prefixroute.anchors import choose_stride, expected_anchors
-from prefixroute.changes import Changes
-from prefixroute.codec import encode_sorted
-from prefixroute.digest import KEY_LIMIT
-from prefixroute.gossip import Gossip
-from prefixroute.replica import OwnedSet
-from prefixroute.tempo import GossipSettings
+from prefixroute.endpoint.anchors import choose_stride, expected_anchors
+from prefixroute.keys.changes import Changes
+from prefixroute.keys.rice import encode_sorted
+from prefixroute.replication.gossip import Gossip
+from prefixroute.replication.replica import OwnedSet
+from prefixroute.replication.tempo import GossipSettings
+from prefixroute.replication.wire import KEY_LIMIT
 
 BLOCK = 16
 BLOCKS = 100_000

@@ -15,12 +15,12 @@ from collections import Counter, deque
 import numpy as np
 
 from prefixroute import Domain
-from prefixroute.changes import Changes
-from prefixroute.codec import encode_sorted
-from prefixroute.digest import KEY_LIMIT, decode, encode_part
-from prefixroute.gossip import Gossip
-from prefixroute.replica import OwnedSet
-from prefixroute.tempo import GossipSettings
+from prefixroute.keys.changes import Changes
+from prefixroute.keys.rice import encode_sorted
+from prefixroute.replication.gossip import Gossip
+from prefixroute.replication.replica import OwnedSet
+from prefixroute.replication.tempo import GossipSettings
+from prefixroute.replication.wire import KEY_LIMIT, decode, encode_part
 
 DOMAIN = Domain("bench", "bench", 16, secret=b"bench")
 DELAY_S = 0.002

@@ -38,7 +38,7 @@ from prefixroute_sglang import decode_batch as decode_sglang
 from prefixroute_vllm import decode_batch as decode_vllm
 
 from prefixroute import Domain, EngineBatch, Residency
-from prefixroute.chain import ChainCursor, ChainSpec
+from prefixroute.keys.chain import ChainCursor, ChainSpec
 
 BLOCK = 16
 TOKENS = 1024

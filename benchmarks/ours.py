@@ -17,9 +17,9 @@ from prefixroute_vllm import decode_batch
 from worlds import BLOCK, CASES, DOMAIN, World, asker, endpoint_name
 
 from prefixroute import Namespace, Node, Outcome, TokenChain
-from prefixroute.chain import ChainSpec, wire_key
-from prefixroute.index import MergedIndex
-from prefixroute.tree import RadixTree
+from prefixroute.keys.chain import ChainSpec, wire_key
+from prefixroute.residency.tree import RadixTree
+from prefixroute.routing.index import MergedIndex
 
 NOW = 1e6
 """When prompts are routed: long after the world was learnt, so that nothing is fresh."""

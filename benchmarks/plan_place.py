@@ -27,19 +27,12 @@ from statistics import mean
 import numpy as np
 from figures import Row, publish
 
-from prefixroute.plan import (
-    Problem,
-    Solver,
-    adaptive,
-    certify,
-    conservative,
-    solve_exact,
-)
-from prefixroute.sim.changes import StoryTask, compare_stories
-from prefixroute.sim.fleets import FleetShape
+from prefixroute.plan import Problem, Solver, adaptive, certify, conservative, solve_exact
 from prefixroute.sim.parallel import run_all
-from prefixroute.sim.place import CONTENDERS, Task, compare, run_task
-from prefixroute.sim.wan import BUILT_IN
+from prefixroute.sim.placement.changes_command import StoryTask, compare_stories
+from prefixroute.sim.placement.command import CONTENDERS, Task, compare, run_task
+from prefixroute.sim.placement.fleets import FleetShape
+from prefixroute.sim.placement.wan import BUILT_IN
 
 GRAPHS = ("Abvt", "Bellcanada", "GtsCe")
 RATES = (0.1, 0.5, 1.0, 2.0, 3.0, 4.0)

@@ -37,8 +37,8 @@ from prefixroute.plan import (
     read_clusters,
     read_trace,
 )
-from prefixroute.sim.prefill import LinkChange, PrefillRun, poisson
-from prefixroute.sim.prefill_cases import ADAPTIVE, Episode, EpisodeTimes, latency, setups, sustained, through
+from prefixroute.sim.prefill.cases import ADAPTIVE, Episode, EpisodeTimes, latency, setups, sustained, through
+from prefixroute.sim.prefill.clusters import LinkChange, PrefillRun, poisson
 
 ROOT = Path(__file__).parent.parent
 FILE, EXAMPLE = read_clusters(ROOT / "examples" / "plan" / "cluster.toml")

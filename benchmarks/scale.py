@@ -35,11 +35,11 @@ import numpy as np
 from figures import Row, publish
 
 from prefixroute import Domain, Node, NodeSettings, Outcome, TokenChain
-from prefixroute.anchors import choose_stride, expected_anchors
-from prefixroute.changes import Changes
-from prefixroute.digest import KEY_LIMIT
-from prefixroute.gossip import Gossip
-from prefixroute.replica import OwnedSet
+from prefixroute.endpoint.anchors import choose_stride, expected_anchors
+from prefixroute.keys.changes import Changes
+from prefixroute.replication.gossip import Gossip
+from prefixroute.replication.replica import OwnedSet
+from prefixroute.replication.wire import KEY_LIMIT
 
 BLOCK, PROMPT_BLOCKS, PROMPTS = 16, 512, 8
 DOMAIN = Domain("bench", "bench", BLOCK, secret=b"bench")

@@ -24,8 +24,8 @@ from typing import Any, cast
 import msgspec
 
 from prefixroute.emulator import KvEventsConfig
-from prefixroute.emulator.publisher import EventPublisher
-from prefixroute.emulator.wire import Batch, BlockStored
+from prefixroute.emulator.event_socket import EventPublisher
+from prefixroute.emulator.vllm_wire import Batch, BlockStored
 
 MODEL = "stub"
 EVENTS = 8

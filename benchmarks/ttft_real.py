@@ -7,7 +7,7 @@ with one prefix that the engine was made to cache before; its value is their mea
 new random order each time around, so that what else runs on the machine falls on all of them alike. The median over
 the rounds is written: `ttft_s` as the client saw it, and `own_s` without the time in which the engine's computing
 thread was ready to run and had no core (Linux tells: /proc/PID/task/TID/schedstat). On an idle machine both are the
-same; on a shared one `own_s` is what the engine takes. `prefixroute.plan.calibrate` reads either.
+same; on a shared one `own_s` is what the engine takes. `prefixroute.plan.prefill.calibrate` reads either.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import httpx
 from prefixroute_lan4.cluster import free_ports
-from prefixroute_lan4.engines import LAUNCHERS, EngineSpec, launcher_for
+from prefixroute_launch.launcher import LAUNCHERS, EngineSpec, launcher_for
 
 LENGTHS = (128, 256, 384, 512, 768, 1024)
 CACHED = (0.0, 0.25, 0.5, 0.75)

@@ -29,12 +29,12 @@ from digest import DOMAIN, random_keys
 from figures import Row, chosen, json_option, publish
 
 from prefixroute import BlocksStored, EngineBatch, Node, NodeSettings
-from prefixroute.changes import Changes
-from prefixroute.codec import Keys
-from prefixroute.gossip import Datagram, Gossip
-from prefixroute.index import MergedIndex
+from prefixroute.keys.changes import Changes
+from prefixroute.keys.rice import Keys
 from prefixroute.node import SEND_BYTES
-from prefixroute.replica import OwnedSet
+from prefixroute.replication.gossip import Datagram, Gossip
+from prefixroute.replication.replica import OwnedSet
+from prefixroute.routing.index import MergedIndex
 
 KEY_US, CALL_MS = 1.0, 5.0
 """The bars: microseconds a key, and milliseconds of the longest call."""

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import httpx
 import zmq
 from prefixroute_lan4.cluster import free_ports
-from prefixroute_lan4.engines import EngineSpec, Launcher, RunningEngine
-from prefixroute_lan4.real_engine import EngineHome, ensure_lora
-from prefixroute_lan4.sglang_engine import SglangLauncher, SglangSettings
-from prefixroute_lan4.vllm_engine import VllmLauncher, VllmSettings
+from prefixroute_launch.launcher import EngineSpec, Launcher, RunningEngine
+from prefixroute_launch.real_engine import EngineHome, ensure_lora
+from prefixroute_launch.sglang_launcher import SglangLauncher, SglangSettings
+from prefixroute_launch.vllm_launcher import VllmLauncher, VllmSettings
 from prefixroute_zmq.address import endpoint_of_rank
 
 DEADLINE_S = 120.0

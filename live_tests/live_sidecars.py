@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 import httpx
 from live_engines import ADAPTER, DEADLINE_S, LiveEngine, completion, read_reply, until
 from prefixroute_lan4.cluster import free_ports
-from prefixroute_lan4.config import (
+from prefixroute_launch.processes import ChildProcess
+from prefixroute_serving.exchange import HOP_HEADER, MATCHED_HEADER
+from prefixroute_serving.sidecar_config import (
     Address,
     DomainConfig,
     EngineConfig,
@@ -29,10 +31,8 @@ from prefixroute_lan4.config import (
     SidecarConfig,
     dump_config,
 )
-from prefixroute_lan4.exchange import HOP_HEADER, MATCHED_HEADER
-from prefixroute_lan4.processes import ChildProcess
-from prefixroute_lan4.tenancy import TenantsConfig
-from prefixroute_lan4.upstream import TARGET_HEADER
+from prefixroute_serving.tenant_config import TenantsConfig
+from prefixroute_serving.upstream import TARGET_HEADER
 
 from prefixroute import Domain
 
@@ -232,7 +232,7 @@ class Fleet:
         )
         path = self.folder / f"{place.name}.json"
         dump_config(config, path)
-        argv = [sys.executable, "-m", "prefixroute_lan4.sidecar", str(path)]
+        argv = [sys.executable, "-m", "prefixroute.cli", "serve", str(path)]
         process = ChildProcess.start(f"sidecar {place.name}", argv, self.folder / f"{place.name}.log")
         sidecar = LiveSidecar(place, engine, process, config.prefix_domain)
         self.sidecars.append(sidecar)

@@ -4,10 +4,6 @@ Each node mirrors its own engine's KV cache exactly, nodes gossip compact digest
 decides by itself, in microseconds, whether to serve it or to forward it once. Start at `Node`.
 """
 
-from .accuracy import Accuracy
-from .chain import TokenChain
-from .decision import Decision, Explanation, Outcome, OutcomeKind
-from .domain import Domain
 from .errors import DecodeError, PrefixRouteError, UsageError
 from .events import (
     BlocksCleared,
@@ -29,17 +25,21 @@ from .events import (
     UnknownEvent,
 )
 from .fairness import Entry, FairQueue, FairSettings, FairStats
-from .gossip import Datagram
+from .keys.chain import TokenChain
+from .keys.domain import Domain
+from .keys.tenants import EVERYBODY, Tenants
 from .load import LoadReport, PushBackSettings, PushBackState
 from .node import Node
-from .overview import Digest, EndpointStats, NodeStats, RoundTrip
-from .policy import POLICIES, Choice, GreedyCost, LeastLoad, LongestMatch, NoRouting, Policy, RentOrBuy, Request
-from .residency import Residency
+from .policy.policy import POLICIES, Choice, GreedyCost, LeastLoad, LongestMatch, NoRouting, Policy, RentOrBuy, Request
+from .replication.gossip import Datagram
+from .residency.mirror import Residency
+from .routing.accuracy import Accuracy
+from .routing.decision import Decision, Explanation, Outcome, OutcomeKind
+from .routing.standing import Candidate
+from .routing.zones import Withheld, ZoneRule, Zones
 from .settings import NodeSettings
-from .standing import Candidate
+from .stats import Digest, EndpointStats, NodeStats, RoundTrip
 from .tallies import TenantStats
-from .tenants import EVERYBODY, Tenants
-from .zones import Withheld, ZoneRule, Zones
 
 __version__ = "0.1.0"
 

@@ -16,8 +16,8 @@ from enum import IntEnum
 from math import inf
 from typing import NamedTuple
 
-from .digest import LoadWire
 from .errors import UsageError
+from .replication.wire import LoadWire
 
 DEFAULT_PREFILL_TOKENS_PER_S = 8000.0
 """A mid-size model on one current accelerator; used while no endpoint is known to have another rate."""

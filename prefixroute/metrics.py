@@ -18,8 +18,8 @@ except ModuleNotFoundError as error:
 
 from .fairness import FairQueue
 from .node import Node
-from .overview import EndpointStats, NodeStats
-from .zones import FORWARDS
+from .routing.zones import FORWARDS
+from .stats import EndpointStats, NodeStats
 
 _GROUPS = {
     "rejected_": ("prefixroute_datagrams_rejected", "Datagrams that could not be used.", "kind"),

@@ -24,13 +24,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from .chain import STRIDE, ChainSpec, TokenChain, wire_key
-from .changes import Changes
-from .codec import Keys
-from .copies import Copy, owner_of
-from .decision import Decision, Explanation, Outcome
-from .domain import Domain, checked_secrets
-from .endpoint import LocalEndpoint
+from .endpoint.local import LocalEndpoint
 from .errors import UsageError
 from .events import (
     DEFAULT_NAMESPACE,
@@ -42,19 +36,25 @@ from .events import (
     StreamGap,
     StreamRestarted,
 )
-from .gossip import Datagram, Gossip
+from .keys.chain import STRIDE, ChainSpec, TokenChain, wire_key
+from .keys.chain_memo import ChainMemo
+from .keys.changes import Changes
+from .keys.domain import Domain, checked_secrets
+from .keys.rice import Keys
 from .load import LoadReport
-from .members import MAX_HEARSAY
-from .memo import ChainMemo
-from .overview import Digest, NodeStats, round_trips, row_of
-from .policy import Policy, RentOrBuy
-from .residency import Residency
-from .router import Flight, Hooks, Router
+from .policy.policy import Policy, RentOrBuy
+from .replication.copies import Copy, owner_of
+from .replication.gossip import Datagram, Gossip
+from .replication.members import MAX_HEARSAY
+from .residency.mirror import Residency
+from .routing.decision import Decision, Explanation, Outcome
+from .routing.index_feed import Upkeep
+from .routing.router import Flight, Hooks, Router
+from .routing.standing import Standing
+from .routing.zones import Gate
 from .settings import NodeSettings
-from .standing import Standing
+from .stats import Digest, NodeStats, round_trips, row_of
 from .tallies import Tallies
-from .upkeep import Upkeep
-from .zones import Gate
 
 SEND_BYTES = 16384
 """Of an answer so much is encoded at once, or one datagram that is larger: 2 ms."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from .errors import UsageError
 from .load import PushBackSettings
-from .tempo import GossipSettings
-from .zones import Zones
+from .replication.tempo import GossipSettings
+from .routing.zones import Zones
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import NamedTuple
 
-from .decision import Decision, Outcome
 from .fairness import MAX_TENANTS, OTHER
+from .routing.decision import Decision, Outcome
 
 
 class TenantStats(NamedTuple):

@@ -14,8 +14,6 @@ from collections.abc import Hashable, Iterator, Sequence
 from hashlib import blake2b
 from heapq import heappop, heappush
 
-from .chain import pack_tokens
-from .domain import Domain
 from .errors import DecodeError, UsageError
 from .events import (
     DEFAULT_NAMESPACE,
@@ -30,11 +28,13 @@ from .events import (
     StreamGap,
     StreamRestarted,
 )
+from .keys.chain import pack_tokens
+from .keys.domain import Domain
 from .load import PushBackState
 from .node import Node
-from .policy import Policy, Request
-from .residency import Residency
-from .standing import Candidate
+from .policy.policy import Policy, Request
+from .residency.mirror import Residency
+from .routing.standing import Candidate
 
 
 def candidate(

@@ -20,10 +20,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .address import is_tap, path_of_rank, sources_of_tap
     from .follow import TapFollower
     from .registry import add_sink, remove_sink
     from .tap import Tap, TapStats
+    from .tap_address import is_tap, path_of_rank, sources_of_tap
 
 __all__ = [
     "Tap",

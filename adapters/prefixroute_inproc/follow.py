@@ -26,15 +26,15 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from prefixroute_streams.engine_form import Engine
+from prefixroute_streams.follower_stats import LONG_PROMPT_TOKENS, SILENT_AFTER, FollowerStats
 from prefixroute_zmq.address import EventSource
-from prefixroute_zmq.engine import Engine
-from prefixroute_zmq.stats import LONG_PROMPT_TOKENS, SILENT_AFTER, FollowerStats
 
 from prefixroute.errors import DecodeError, UsageError
 from prefixroute.events import EngineBatch, EngineEvent, StreamGap, StreamRestarted, UnknownEvent
 
-from .address import path_of_tap
-from .wire import MAX_FRAME_BYTES, Batch, Frame, FrameError, Head, Resume, Splitter, Welcome, decode, encode
+from .frames import MAX_FRAME_BYTES, Batch, Frame, FrameError, Head, Resume, Splitter, Welcome, decode, encode
+from .tap_address import path_of_tap
 
 __all__ = ["FollowerStats", "TapFollower"]
 

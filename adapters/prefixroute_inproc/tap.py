@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
+from .frames import MAX_PAYLOAD_BYTES, Batch, encode
 from .registry import sinks
 from .ring import Ring
-from .server import TapServer
-from .wire import MAX_PAYLOAD_BYTES, Batch, encode
+from .tap_server import TapServer
 
 if TYPE_CHECKING:
     from .sinks import Delivery

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from prefixroute_streams.lazy import on_first_use
 from prefixroute_zmq import Action, Engine, EventSource, ReplayRequest, Sequencer, SequencerStats
-from prefixroute_zmq.lazy import on_first_use
 
 from .decode import ENGINE, batch_of, decode_batch
-from .load import LoadStat, decode_load
+from .load_stats import LoadStat, decode_load
 
 if TYPE_CHECKING:
     from .discovery import Published, describe, discover, discover_load

@@ -1,6 +1,6 @@
 """SGLang's KV-cache events, as bytes or as its publisher's objects, to engine-neutral events.
 
-Rules, beside those of `prefixroute_zmq.batch` and `prefixroute_zmq.fields`:
+Rules, beside those of `prefixroute_streams.batch` and `prefixroute_streams.fields`:
 1. Arrays are SGLang up to 0.5.18, where the last element of a salted store is a map (vLLM has a text in that place);
    maps are 0.5.20 on.
 2. A handle is whatever the engine says, a signed int as a rule: it is opaque and compared for equality alone.
@@ -31,9 +31,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
-from prefixroute_zmq.batch import EventForm, Forms, decode_objects, decode_payload
-from prefixroute_zmq.engine import Engine
-from prefixroute_zmq.fields import (
+from prefixroute_streams.batch import EventForm, Forms, decode_objects, decode_payload
+from prefixroute_streams.engine_form import Engine
+from prefixroute_streams.fields import (
     MAX_BLOCK_SIZE,
     Fields,
     MalformedError,
@@ -46,7 +46,7 @@ from prefixroute_zmq.fields import (
     read_tokens,
     tier_of,
 )
-from prefixroute_zmq.layout import Layout
+from prefixroute_streams.layout import Layout
 
 from prefixroute.events import (
     CPU,
@@ -83,7 +83,7 @@ _TIERS: Final = {"gpu": GPU, "cpu": CPU, "cpu_pinned": CPU, "disk": DISK}
 def decode_batch(payload: bytes) -> EngineBatch:
     """Decode the payload frame of one live or replayed message, of SGLang 0.5.9 to 0.5.23.
 
-    Raises `DecodeError` when the batch as a whole cannot be read, see `prefixroute_zmq.batch.decode_payload`.
+    Raises `DecodeError` when the batch as a whole cannot be read, see `prefixroute_streams.batch.decode_payload`.
     O(bytes).
     """
     return decode_payload(payload, _EVENTS, _LAYOUT)

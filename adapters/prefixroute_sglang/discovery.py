@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import httpx
+from prefixroute_streams.http import TIMEOUT_S, fetch_json
 from prefixroute_zmq.address import (
     DEFAULT_ENDPOINT,
     Address,
@@ -24,7 +25,6 @@ from prefixroute_zmq.address import (
     replay_address,
     sources_of_ranks,
 )
-from prefixroute_zmq.http import TIMEOUT_S, fetch_json
 from prefixroute_zmq.listening import is_bound
 
 from prefixroute.errors import UsageError

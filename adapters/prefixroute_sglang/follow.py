@@ -22,7 +22,7 @@ from prefixroute.errors import DecodeError, UsageError
 from prefixroute.load import LoadReport
 
 from .decode import ENGINE
-from .load import Reporter, decode_load
+from .load_stats import Reporter, decode_load
 
 __all__ = [
     "LONG_PROMPT_TOKENS",

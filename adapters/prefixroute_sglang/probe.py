@@ -1,6 +1,6 @@
 """Ask an SGLang engine for its load: ``GET /v1/loads``, and the metrics page where that is not known.
 
-Rules, beside those of `prefixroute_zmq.probe` and `load`:
+Rules, beside those of `prefixroute_streams.probe` and `load`:
 1. The metrics page (``--enable-metrics``) tells neither the backlog in tokens nor the prefill rate.
 2. Its gauges are of the last step: after the last request they go on saying what that one used.
 """
@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Final
 
 import httpx
-from prefixroute_zmq.http import TIMEOUT_S, fetch_json
-from prefixroute_zmq.probe import REFUSING_FOR_S, HttpProbe, as_count, parse_samples, whole
+from prefixroute_streams.http import TIMEOUT_S, fetch_json
+from prefixroute_streams.probe import REFUSING_FOR_S, HttpProbe, as_count, parse_samples, whole
 
 from prefixroute.load import LoadReport
 
-from .load import Reporter, stats_of_loads
+from .load_stats import Reporter, stats_of_loads
 
 __all__ = ["REFUSING_FOR_S", "LoadProbe", "load_reports"]
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from prefixroute_streams.lazy import on_first_use
 from prefixroute_zmq import Action, Engine, EventSource, ReplayRequest, Sequencer, SequencerStats
-from prefixroute_zmq.lazy import on_first_use
 
 from .decode import ENGINE, REPORT_SESSION, batch_of, decode_batch
 

@@ -1,6 +1,6 @@
 """vLLM's KV-cache events, as bytes of one published batch, to engine-neutral events.
 
-Rules, beside those of `prefixroute_zmq.batch` and `prefixroute_zmq.fields`:
+Rules, beside those of `prefixroute_streams.batch` and `prefixroute_streams.fields`:
 1. Arrays are vLLM 0.9 to 0.23, maps 0.24 on.
 2. A handle is always an unsigned 64-bit int, see `_handle`.
 3. A full report looks like a store. It is known by the session of the request that asked for it, see `REPORT_SESSION`.
@@ -17,9 +17,9 @@ from itertools import groupby
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
-from prefixroute_zmq.batch import EventForm, Forms, decode_objects, decode_payload
-from prefixroute_zmq.engine import MAX_PAYLOAD_BYTES, Engine
-from prefixroute_zmq.fields import (
+from prefixroute_streams.batch import EventForm, Forms, decode_objects, decode_payload
+from prefixroute_streams.engine_form import MAX_PAYLOAD_BYTES, Engine
+from prefixroute_streams.fields import (
     MASK_64,
     MAX_BLOCK_SIZE,
     MAX_WINDOW,
@@ -34,7 +34,7 @@ from prefixroute_zmq.fields import (
     read_tokens,
     tier_of,
 )
-from prefixroute_zmq.layout import Layout
+from prefixroute_streams.layout import Layout
 
 from prefixroute.events import (
     CPU,
@@ -90,7 +90,7 @@ _TIERS: Final = {
 def decode_batch(payload: bytes) -> EngineBatch:
     """Decode the payload frame of one live or replayed message, of any vLLM from 0.9 to 0.33.
 
-    Raises `DecodeError` when the batch as a whole cannot be read, see `prefixroute_zmq.batch.decode_payload`.
+    Raises `DecodeError` when the batch as a whole cannot be read, see `prefixroute_streams.batch.decode_payload`.
     O(bytes).
     """
     return decode_payload(payload, _EVENTS, _LAYOUT)

@@ -13,6 +13,8 @@ import re
 from typing import Any, Final
 
 import httpx
+from prefixroute_streams.http import TIMEOUT_S, fetch_json
+from prefixroute_streams.sequence import BUFFER_STEPS
 from prefixroute_zmq.address import (
     DEFAULT_ENDPOINT,
     Address,
@@ -23,9 +25,7 @@ from prefixroute_zmq.address import (
     replay_address,
     sources_of_ranks,
 )
-from prefixroute_zmq.http import TIMEOUT_S, fetch_json
 from prefixroute_zmq.listening import is_bound
-from prefixroute_zmq.sequence import BUFFER_STEPS
 
 from .decode import ENGINE
 

@@ -1,6 +1,6 @@
 """Read a vLLM engine's load and capacity from its metrics page.
 
-Rules, beside those of `prefixroute_zmq.probe`:
+Rules, beside those of `prefixroute_streams.probe`:
 1. The gauges lag: two prompts in prefill can still read as idle (0.32.0).
 2. `kv_used` is what live requests use; cached blocks are free in vLLM's eyes.
 3. An engine that is not awake takes no work. Sleep of level 1 and 2, which the page names, discards the KV cache;
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from prefixroute_zmq import probe
-from prefixroute_zmq.probe import REFUSING_FOR_S, HttpProbe, Sample, as_count, whole
+from prefixroute_streams import probe
+from prefixroute_streams.probe import REFUSING_FOR_S, HttpProbe, Sample, as_count, whole
 
 from prefixroute.load import LoadReport
 

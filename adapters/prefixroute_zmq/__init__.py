@@ -6,10 +6,11 @@ What is imported here needs the core alone; `follow` needs ``pyzmq``, `http` and
 
 from __future__ import annotations
 
+from prefixroute_streams.batch import EventForm, Forms, decode_objects, decode_payload
+from prefixroute_streams.engine_form import MAX_PAYLOAD_BYTES, Engine
+from prefixroute_streams.sequence import Action, ReplayRequest, Sequencer, SequencerStats
+
 from .address import Address, EventSource, endpoint_of_rank, live_address, replay_address
-from .batch import EventForm, Forms, decode_objects, decode_payload
-from .engine import MAX_PAYLOAD_BYTES, Engine
-from .sequence import Action, ReplayRequest, Sequencer, SequencerStats
 
 __all__ = [
     "MAX_PAYLOAD_BYTES",

@@ -14,9 +14,9 @@ import re
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from prefixroute.errors import UsageError
+from prefixroute_streams.sequence import BUFFER_STEPS
 
-from .sequence import BUFFER_STEPS
+from prefixroute.errors import UsageError
 
 DEFAULT_ENDPOINT: Final = "tcp://*:5557"
 """The default event endpoint of vLLM and SGLang."""

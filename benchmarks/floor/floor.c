@@ -1,7 +1,7 @@
 /* The floor: what hashing and matching a prompt takes in C, called from Python.
  *
- * The same definition of keys as `prefixroute.chain` (seeded XXH3-64 over strides of 32 blocks, wire keys are the upper
- * 48 bits) and the same search as `prefixroute.index` on the same contents: first block, stride ends, bisection of the
+ * The same definition of keys as `prefixroute.keys.chain` (seeded XXH3-64 over strides of 32 blocks, wire keys are the upper
+ * 48 bits) and the same search as `prefixroute.routing.index` on the same contents: first block, stride ends, bisection of the
  * deepest brackets, two back-checks. The index is an open-addressing table from wire key to a row of endpoint bits.
  *
  * Rules:

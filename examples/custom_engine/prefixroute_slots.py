@@ -20,14 +20,7 @@ from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 import httpx
 import msgspec
 
-from prefixroute import (
-    BlocksCleared,
-    BlocksStored,
-    DecodeError,
-    EngineBatch,
-    LoadReport,
-    StreamGap,
-)
+from prefixroute import BlocksCleared, BlocksStored, DecodeError, EngineBatch, LoadReport, StreamGap
 
 BLOCK: Final = 16
 """Tokens of a told block. The engine reuses single tokens, but nodes compare whole canonical blocks anyway."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from .collect import Collector, Limits, Log
 from .gain import DelayGain, Gain, GainSettings
+from .log_report import ModelReport, Report, Wanted, as_json, build
 from .page import page
-from .prompts import PromptReader
-from .report import ModelReport, Report, Wanted, as_json, build
+from .prompt_keys import PromptReader
 from .text import table
 from .verdict import Advice, Verdict
 

@@ -20,7 +20,7 @@ import xxhash
 from prefixroute import UsageError
 
 from .prefixes import TopPrefixes
-from .prompts import Keys, Prompt, PromptReader, TemplateRefusal, salted
+from .prompt_keys import Keys, Prompt, PromptReader, TemplateRefusal, salted
 from .records import BadLine, Content, Record, Trace, parse
 from .sample import SAMPLE_BLOCKS, Sampled
 from .sources import Line, lines

@@ -13,10 +13,10 @@ from prefixroute.sim.parallel import Progress, check_writable, write_json
 from . import sources
 from .collect import EXACT_BLOCKS, Collector, Limits
 from .gain import GainSettings
+from .log_report import Report, Wanted, as_json, build
 from .page import page
 from .progress import reading
-from .prompts import PromptReader
-from .report import Report, Wanted, as_json, build
+from .prompt_keys import PromptReader
 from .sample import SAMPLE_BLOCKS
 from .text import table
 

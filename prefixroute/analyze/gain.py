@@ -23,13 +23,13 @@ import numpy as np
 
 from prefixroute import POLICIES, Domain, Node, UsageError
 from prefixroute.sim.parallel import run_all
-from prefixroute.sim.service import BlockCache, Speed
-from prefixroute.sim.serving import Bare, Gossiping, Served, ServingSettings
-from prefixroute.sim.stats import Figures, Interval, figures, interval
-from prefixroute.sim.workloads import Arrival, Prompt, Trace
+from prefixroute.sim.serving.engine import BlockCache, Speed
+from prefixroute.sim.serving.figures import Figures, Interval, figures, interval
+from prefixroute.sim.serving.loop import Bare, Gossiping, Served, ServingSettings
+from prefixroute.sim.serving.workloads import Arrival, Prompt, Trace
 
 from .collect import Kept
-from .prompts import Keys, salted
+from .prompt_keys import Keys, salted
 
 BLOCKS_EACH = 100
 """Blocks of a prompt in the simulator, on average, at most: its time is that of the blocks."""

@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 from .charts import Axis, Series, line_chart, percent, short
 from .gain import Gain
-from .report import ModelReport, Point, Report
+from .log_report import ModelReport, Point, Report
 from .text import NOTHING, some, summary
 
 _STYLE = """

@@ -20,7 +20,7 @@ from math import sqrt
 
 import numpy as np
 
-from .prompts import Keys
+from .prompt_keys import Keys
 from .stack import SIZES, Counts, Curve, Exact, Hits, rates
 
 SAMPLE_BLOCKS = 65536

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .gain import Gain
-from .report import ModelReport, Point, Report
+from .log_report import ModelReport, Point, Report
 
 NOTHING = (
     "There is no request to judge: a log has one JSON object a line (jq -c . FILE writes objects so, "

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from prefixroute.emulator.answer import Answer
 from prefixroute.emulator.block_cache import BlockCache, CacheScope, CacheStats, Lease
-from prefixroute.emulator.config import EngineConfig, KvEventsConfig
+from prefixroute.emulator.emulator_config import EngineConfig, KvEventsConfig
 from prefixroute.emulator.scheduler import Busy, Limits, Load, Output, RunningSequence, Scheduler, StepEvents
-from prefixroute.emulator.service import ServiceModel
+from prefixroute.emulator.service_times import ServiceModel
 from prefixroute.emulator.tokenizer import ChatMessage, encode, render_chat
-from prefixroute.emulator.wire import AllBlocksCleared, Batch, BlockRemoved, BlockStored, CacheEvent
+from prefixroute.emulator.vllm_wire import AllBlocksCleared, Batch, BlockRemoved, BlockStored, CacheEvent
 
 if TYPE_CHECKING:
-    from prefixroute.emulator.engine import EmulatedEngine
+    from prefixroute.emulator.emulated_engine import EmulatedEngine
 
 __all__ = [
     "AllBlocksCleared",
@@ -52,7 +52,7 @@ def __getattr__(name: str) -> object:
     if name != "EmulatedEngine":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from prefixroute.emulator.engine import EmulatedEngine
+        from prefixroute.emulator.emulated_engine import EmulatedEngine
     except ModuleNotFoundError as error:
         raise ImportError(
             f"EmulatedEngine needs {error.name}: pip install 'prefixroute[demo]'", name=error.name

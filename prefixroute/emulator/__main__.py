@@ -1,4 +1,4 @@
-"""``python -m prefixroute.emulator``; see `prefixroute.emulator.cli`."""
+"""``python -m prefixroute.emulator``; see `prefixroute.emulator.command`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 def _main() -> int:
     try:
-        from prefixroute.emulator.cli import main
+        from prefixroute.emulator.command import main
     except ModuleNotFoundError as error:
         print(f"prefixroute.emulator needs {error.name}: pip install 'prefixroute[demo]'", file=sys.stderr)
         return 2

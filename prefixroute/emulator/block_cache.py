@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prefixroute.emulator.wire import (
+from prefixroute.emulator.vllm_wire import (
     FULL_ATTENTION,
     GPU_MEDIUM,
     AllBlocksCleared,

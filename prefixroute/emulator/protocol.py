@@ -16,7 +16,7 @@ import msgspec
 
 from prefixroute.emulator.answer import Answer
 from prefixroute.emulator.block_cache import CacheScope
-from prefixroute.emulator.config import EngineConfig
+from prefixroute.emulator.emulator_config import EngineConfig
 from prefixroute.emulator.tokenizer import ChatMessage, encode, render_chat
 
 _TYPES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}

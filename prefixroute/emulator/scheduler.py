@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prefixroute.emulator.block_cache import NO_SCOPE, BlockCache, CacheScope, Lease
-from prefixroute.emulator.service import ServiceModel
-from prefixroute.emulator.wire import CacheEvent
+from prefixroute.emulator.service_times import ServiceModel
+from prefixroute.emulator.vllm_wire import CacheEvent
 from prefixroute.errors import UsageError
 
 WAITING, PREFILL, DECODE, FINISHED, CANCELLED = "waiting", "prefill", "decode", "finished", "cancelled"

@@ -9,10 +9,30 @@ congested link, and `PrefillOffload` is a policy of a `Node` that has a prefill 
 
 from __future__ import annotations
 
-from .calibrate import Errors, LatencyModel, Timing, calibrate, timings_of
-from .certificate import Certificate, certify, lower_bounds, theorem2_bound
-from .chains import Assignment, Chain, Hop, Links, Shared, assign
-from .congestion import (
+from .placement.certificate import Certificate, certify, lower_bounds, theorem2_bound
+from .placement.chains import Assignment, Chain, Hop, Links, Shared, assign
+from .placement.design_load import DesignLoad, at_rate, design_load, share_out, single_request_s
+from .placement.estimates import Fading, LinkEstimate, LinkFit, RateWatch
+from .placement.exact import Exact, solve_exact
+from .placement.fleet_file import Fleet, read_fleet
+from .placement.migration import Migration, Move, deal_alike, next_movers, plan_migration
+from .placement.milp import Solver
+from .placement.online import OnlinePlanner, OnlineSettings, Routed
+from .placement.petals import (
+    PetalsRates,
+    PetalsRouter,
+    PetalsSettings,
+    place_petals,
+    rates_of,
+    should_move,
+    throughputs,
+)
+from .placement.problem import Problem, Span, with_requests
+from .placement.slots import Booking, Ledger, retry_wait_s
+from .placement.spans import Adaptive, Placement, adaptive, conservative, coverage, designs_of
+from .prefill.calibrate import Errors, LatencyModel, Timing, calibrate, timings_of
+from .prefill.cluster_file import ClusterFile, read_clusters
+from .prefill.congestion import (
     Backlog,
     CapacityEstimate,
     ControllerSettings,
@@ -23,7 +43,7 @@ from .congestion import (
     ThresholdController,
     relief_threshold,
 )
-from .costs import (
+from .prefill.costs import (
     Curve,
     Decode,
     KvBytes,
@@ -37,20 +57,7 @@ from .costs import (
     reusable_tokens,
     window_kv,
 )
-from .estimates import Fading, LinkEstimate, LinkFit, RateWatch
-from .exact import Exact, solve_exact
-from .fleet import Problem, Span, with_requests
-from .fleet_file import Fleet, read_fleet
-from .ledger import Booking, Ledger, retry_wait_s
-from .lengths import Empirical, Lengths, LogNormal, incremental
-from .linear import Solver
-from .load import DesignLoad, at_rate, design_load, share_out, single_request_s
-from .migration import Migration, Move, deal_alike, next_movers, plan_migration
-from .offload import KvLink, Line, OffloadGain, Side, offload_from, offload_gain
-from .online import OnlinePlanner, OnlineSettings, Routed
-from .petals import PetalsRates, PetalsRouter, PetalsSettings, place_petals, rates_of, should_move, throughputs
-from .placement import Adaptive, Placement, adaptive, conservative, coverage, designs_of
-from .prefill import (
+from .prefill.division import (
     Bottleneck,
     PrefillClusters,
     PrefillPlace,
@@ -63,9 +70,10 @@ from .prefill import (
     place,
     rates,
 )
-from .prefill_file import ClusterFile, read_clusters
-from .remote_pool import Offload, PrefillOffload, PrefillPool
-from .traces import TraceRequest, read_trace
+from .prefill.lengths import Empirical, Lengths, LogNormal, incremental
+from .prefill.offload import KvLink, Line, OffloadGain, Side, offload_from, offload_gain
+from .prefill.remote_pool import Offload, PrefillOffload, PrefillPool
+from .prefill.traces import TraceRequest, read_trace
 
 __all__ = [
     "Adaptive",

@@ -6,11 +6,11 @@ every event. `prefixroute simulate replication` runs random schedules of faults 
 
 from __future__ import annotations
 
-from .engine import Engine
-from .invariants import InvariantError, Oracle, Violation
-from .links import CALM, ROUGH, Link, LogNormal
-from .network import DOMAIN, Network
-from .schedule import Schedule, Step, generate
+from .replication.chain_engine import Engine
+from .replication.links import CALM, ROUGH, Link, LogNormal
+from .replication.network import DOMAIN, Network
+from .replication.oracle import InvariantError, Oracle, Violation
+from .replication.schedule import Schedule, Step, generate
 
 __all__ = [
     "CALM",

@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-
-from prefixroute.errors import UsageError
-
-from .config import (
+from prefixroute_launch.launcher import EngineSpec, Launcher, LauncherFactory, RunningEngine, answers_health
+from prefixroute_launch.processes import ChildProcess, ProcessError
+from prefixroute_serving.sidecar_config import (
     Address,
     DomainConfig,
     EngineConfig,
@@ -35,10 +34,11 @@ from .config import (
     SidecarConfig,
     dump_config,
 )
-from .engines import EngineSpec, Launcher, LauncherFactory, RunningEngine, answers_health
+
+from prefixroute.errors import UsageError
+
 from .loadgen import NodeAddress
 from .measure import NodeFigures
-from .processes import ChildProcess, ProcessError
 
 HOST = "127.0.0.1"
 MIN_CAPACITY_TOKENS = 2048
@@ -189,7 +189,7 @@ class Cluster:
     def _start_sidecar(self, site: NodeSite, policy: str) -> None:
         path = self._run_dir / f"{site.name}.json"
         dump_config(self._config(site, policy), path)
-        argv = [sys.executable, "-m", "prefixroute_lan4.sidecar", str(path)]
+        argv = [sys.executable, "-m", "prefixroute.cli", "serve", str(path)]
         site.sidecar = ChildProcess.start(f"sidecar of {site.name}", argv, self._run_dir / f"{site.name}.sidecar.log")
         site.alive = True
 

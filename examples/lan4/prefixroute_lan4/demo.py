@@ -13,16 +13,16 @@ import sys
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
+from prefixroute_launch.processes import ProcessError
 from rich.console import Console
 
 from prefixroute.errors import UsageError
 
 from .cluster import ClusterSettings
-from .plots import write_plots
-from .processes import ProcessError
-from .report import BarProgress, full_report, remarks, summary, table, title, write_json
+from .command import EngineDefaults
+from .demo_plots import write_plots
+from .demo_report import BarProgress, full_report, remarks, summary, table, title, write_json
 from .runner import DemoResult, DemoSettings, parse_kill, run_to_end, trace_of
 from .workload import WorkloadSettings
 
@@ -36,21 +36,13 @@ class Output:
     json: str | None = None
 
 
-class Defaults(Protocol):
-    """What an option is when it is not given; depends on the kind of engine."""
-
-    requests: int
-    rate: float
-    capacity_blocks: int
-
-
-def run_options(options: Namespace, defaults: Defaults) -> int:
+def run_options(options: Namespace, defaults: EngineDefaults) -> int:
     """Run what the command line's `options` ask for; UsageError when that cannot be."""
     settings = settings_of(options, defaults)
     return run(settings, Output(options.json))
 
 
-def settings_of(options: Namespace, defaults: Defaults) -> DemoSettings:
+def settings_of(options: Namespace, defaults: EngineDefaults) -> DemoSettings:
     """Options and defaults as settings; UsageError names the option's trouble."""
     nodes = _nodes(options)
     workload = WorkloadSettings(

@@ -19,11 +19,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from prefixroute_launch.launcher import LAUNCHERS, TOKENIZERS, LauncherFactory, launcher_for
+from prefixroute_serving.sidecar_config import POLICIES
+
 from prefixroute.errors import UsageError
 
 from .cluster import Cluster, ClusterSettings, node_names
-from .config import POLICIES
-from .engines import LAUNCHERS, TOKENIZERS, LauncherFactory, launcher_for
 from .loadgen import send_trace
 from .measure import RunFigures, Sample, mismatches, run_figures
 from .workload import Trace, WorkloadSettings, make_trace

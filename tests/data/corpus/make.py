@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from prefixroute import Domain
-from prefixroute.codec import encode_sorted
-from prefixroute.digest import KEY_LIMIT, LAST_BEAT, MAGIC, checksum
+from prefixroute.keys.rice import encode_sorted
+from prefixroute.replication.wire import KEY_LIMIT, LAST_BEAT, MAGIC, checksum
 
 FOLDER = Path(__file__).parent
 DOMAIN = Domain("m", "t", secret=b"corpus")

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from prefixroute import Domain
-from prefixroute.codec import Keys, encode_sorted
-from prefixroute.digest import (
+from prefixroute.keys.rice import Keys, encode_sorted
+from prefixroute.replication.wire import (
     KEY_LIMIT,
     LAST_BEAT,
     MARK_MASK,

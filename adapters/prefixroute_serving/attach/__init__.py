@@ -1,0 +1,1 @@
+"""The engine beside a node: its ranks, their events, their load."""

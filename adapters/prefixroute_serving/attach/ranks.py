@@ -1,0 +1,121 @@
+"""Which ranks the local engine has and where they publish: asked of it, and asked again when that may have changed.
+
+Rules:
+1. The engine's last word counts. One that does not answer, or cannot tell, changes nothing.
+2. It is asked again when a stream began a new life, when it answers again after it did not, and every `ASK_AGAIN_S`
+   while it cannot tell, publishes nothing, or is not connected: it may come back with other ranks and ports.
+3. With endpoints in the configuration the engine is never asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import httpx
+from prefixroute_inproc import is_tap, sources_of_tap
+from prefixroute_zmq import EventSource
+from prefixroute_zmq.address import sources_of_ranks
+
+from prefixroute.errors import UsageError
+
+from ..sidecar_config import EngineConfig
+from .kinds import EngineKind, Follower
+
+log = logging.getLogger("prefixroute.sidecar")
+
+ASK_AGAIN_S = 5.0
+
+CANNOT_TELL = "it does not answer, or is too old to tell: give engine.events"
+
+
+class Told(NamedTuple):
+    """What an engine said of its events. `silent`: that there are none; else no sources means that it could not tell.
+
+    `why` there are no sources.
+    """
+
+    sources: list[EventSource]
+    why: str = ""
+    silent: bool = False
+
+
+async def ask(kind: EngineKind, config: EngineConfig, client: httpx.AsyncClient) -> Told:
+    """Where the ranks publish: as configured, or as the engine tells itself."""
+    if is_tap(config.events):
+        return Told(sources_of_tap(config.events, config.ranks))
+    if config.events:
+        host = httpx.URL(config.url).host
+        sources = sources_of_ranks(config.events, config.replay or None, config.topic, config.ranks, host)
+        return Told([source._replace(bind=config.bind) for source in sources])
+    try:
+        sources = await kind.discover(config.url, client=client)
+    except UsageError as error:
+        return Told([], str(error), silent=True)
+    if not sources:
+        return Told([], f"{config.url} publishes no KV-cache events: {kind.how_to_publish}", silent=True)
+    told = [source for source in sources if source.discovered]
+    return Told(told) if told else Told([], CANNOT_TELL)
+
+
+class Change:
+    """The wait until the engine may tell something else than it did."""
+
+    def __init__(self) -> None:
+        self._noted = asyncio.Event()
+
+    def note(self) -> None:
+        """Something has happened that a restart looks like."""
+        self._noted.set()
+
+    async def wait(self, settled: bool, followers: Iterable[Follower]) -> None:
+        """Return when the engine is to be asked again; `settled` if it told its sources."""
+        followers = list(followers)
+        while True:
+            # Not wait_for: before Python 3.12 it may swallow a cancellation that comes with the note.
+            noted = asyncio.ensure_future(self._noted.wait())
+            try:
+                await asyncio.wait((noted,), timeout=ASK_AGAIN_S)
+            finally:
+                noted.cancel()
+            if self._noted.is_set() or not settled or not all(one.stats().connected for one in followers):
+                self._noted.clear()
+                return
+
+
+class Running:
+    """Coroutines that run under a key each, as long as they are wanted. Use it as a context manager."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[Hashable, asyncio.Task[None]] = {}
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.keep({})
+
+    def keep(self, wanted: Mapping[Hashable, Callable[[], Coroutine[Any, Any, None]]]) -> None:
+        """Let exactly these run: what is new begins, what is no longer wanted is cancelled, the rest is left alone."""
+        for key in [key for key in self._tasks if key not in wanted]:
+            self.stop(key)
+        for key, work in wanted.items():
+            if key not in self._tasks:
+                self._tasks[key] = asyncio.create_task(_told(work()))
+
+    def stop(self, key: Hashable) -> None:
+        """Cancel what runs under a key, if anything does: it does nothing more from now on."""
+        if key in self._tasks:
+            self._tasks.pop(key).cancel()
+
+
+async def _told(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; why it ends is told, and ends nothing else."""
+    try:
+        await work
+    except UsageError as error:
+        log.error("%s", error)  # what the user has to change
+    except Exception:
+        log.exception("a stream of the engine is followed no longer")

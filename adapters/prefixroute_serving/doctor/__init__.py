@@ -1,0 +1,1 @@
+"""`prefixroute doctor`: what is wrong with running nodes, and what to change."""

@@ -1,0 +1,246 @@
+"""Is the engine configured so that its cache can be followed: version, flags, where its events go, who binds.
+
+Rules:
+1. The engine's own word is held against the sidecar's configuration and against what its stream has brought.
+2. Whether the stream is connected is asked of the sidecar: only there an address can be told that both sides bind, or
+   none does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import httpx
+from prefixroute_inproc import is_tap
+from prefixroute_sglang.discovery import describe
+from prefixroute_streams.probe import parse_samples
+from prefixroute_zmq import EventSource
+from prefixroute_zmq.address import Address, live_address, sources_of_ranks
+
+from ..attach.kinds import KINDS
+from ..sidecar_config import EngineConfig
+from .findings import OK, WARNING, Asker, Finding, fault
+
+OLDEST: Final[Mapping[str, tuple[int, int]]] = {"vllm": (0, 9), "sglang": (0, 5)}
+"""The oldest version whose events the adapters read."""
+
+CACHED_FLAG: Final[Mapping[str, str]] = {"vllm": "--enable-prompt-tokens-details", "sglang": "--enable-cache-report"}
+"""What makes an engine report cached tokens."""
+
+CACHING_FLAG: Final[Mapping[str, str]] = {
+    "vllm": "start it with --enable-prefix-caching",
+    "sglang": "start it without --disable-radix-cache",
+}
+"""What makes an engine keep prefixes."""
+
+_CONFIG_INFO: Final = "vllm:cache_config_info"
+_VERSION: Final = re.compile(r"(\d{1,4})\.(\d{1,4})")
+
+
+class EngineFacts(NamedTuple):
+    """What an engine tells of itself; what it does not tell is "", 0 or None.
+
+    `sources` are its event sockets by rank; empty when it says that it publishes nothing.
+    """
+
+    alive: bool
+    version: str = ""
+    block_size: int = 0
+    prefix_caching: bool | None = None
+    max_tokens: int = 0
+    sources: Mapping[int, EventSource] | None = None
+
+
+async def read_facts(ask: Asker, config: EngineConfig) -> EngineFacts:
+    """Ask an engine; never raises for what it answers."""
+    if not (await ask.get(f"{config.url}/health")).good:
+        return EngineFacts(False)
+    models = (await ask.get(f"{config.url}/v1/models")).body.get("data")
+    first = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
+    longest = first.get("max_model_len")
+    facts = EngineFacts(True, max_tokens=longest if isinstance(longest, int) else 0)
+    return await (_of_sglang if config.kind == "sglang" else _of_vllm)(ask, config, facts)
+
+
+# Adapters' `discover` would also try who binds, by connecting: to a socket that the sidecar binds that is a peer that
+# came and went.
+
+
+async def _vllm_sources(ask: Asker, config: EngineConfig) -> Mapping[int, EventSource] | None:
+    answer = await ask.get(f"{config.url}/kv_event_sources")
+    if not answer.good:
+        return None
+    host = httpx.URL(config.url).host
+    found = {}
+    for rank, told in answer.body.items():
+        endpoint = told.get("endpoint") if isinstance(told, dict) and told.get("enable_kv_cache_events") else None
+        if rank.isdecimal() and isinstance(endpoint, str) and told.get("publisher") != "null":
+            replay = told.get("replay_endpoint") or None
+            found[int(rank)] = EventSource(endpoint, replay, str(told.get("topic") or ""), int(rank), host)
+    return found
+
+
+async def _sglang_sources(ask: Asker, config: EngineConfig) -> Mapping[int, EventSource] | None:
+    published = await describe(config.url, client=ask.client)
+    return None if published is None else {source.rank: source for source in published.events}
+
+
+async def _of_vllm(ask: Asker, config: EngineConfig, facts: EngineFacts) -> EngineFacts:
+    version = (await ask.get(f"{config.url}/version")).body.get("version")
+    page = await ask.get(f"{config.url}/metrics")
+    labels = next((sample.labels for sample in parse_samples(page.text, {_CONFIG_INFO})), {})
+    return facts._replace(
+        version=version if isinstance(version, str) else "",
+        block_size=_whole(labels.get("block_size")),
+        prefix_caching=_flag(labels.get("enable_prefix_caching")),
+        sources=await _vllm_sources(ask, config),
+    )
+
+
+async def _of_sglang(ask: Asker, config: EngineConfig, facts: EngineFacts) -> EngineFacts:
+    told: Mapping[str, Any] = {}
+    for path in ("/server_info", "/get_server_info"):
+        told = told or (await ask.get(config.url + path)).body
+    off = told.get("disable_radix_cache")
+    return facts._replace(
+        version=str(told.get("version", "")),
+        block_size=_whole(told.get("page_size")),
+        prefix_caching=not off if isinstance(off, bool) else None,
+        sources=await _sglang_sources(ask, config),
+    )
+
+
+def check_engine(node: str, config: EngineConfig, facts: EngineFacts) -> list[Finding]:
+    """Whether it answers, is of a known version, and keeps prefixes."""
+    if not facts.alive:
+        what = f"{config.kind} at {config.url} does not answer"
+        return [fault(node, "engine", what, "start it, or correct engine.url")]
+    found = [_version(node, config, facts)]
+    if facts.prefix_caching is False:
+        found.append(fault(node, "prefix caching", "the engine keeps no prefix", CACHING_FLAG[config.kind]))
+    return found
+
+
+def _version(node: str, config: EngineConfig, facts: EngineFacts) -> Finding:
+    match = _VERSION.match(facts.version)
+    if match is None:
+        return Finding(WARNING, node, "engine", f"{config.kind} does not tell its version")
+    if (int(match[1]), int(match[2])) < OLDEST[config.kind]:
+        oldest = ".".join(map(str, OLDEST[config.kind]))
+        return fault(node, "engine", f"{config.kind} {facts.version} is too old", f"use {oldest} or later")
+    unit = f", blocks of {facts.block_size} tokens" if facts.block_size else ""
+    return Finding(OK, node, "engine", f"{config.kind} {facts.version}{unit}")
+
+
+# --- events ------------------------------------------------------------------------------------------------
+
+
+def check_events(
+    node: str, config: EngineConfig, facts: EngineFacts, streams: Mapping[str, Mapping[str, Any]]
+) -> list[Finding]:
+    """Whether events are on, reach the sidecar, and can be replayed; `streams` is what the sidecar tells of them."""
+    if facts.sources is not None and not facts.sources and not config.events:
+        return [fault(node, "events", "the engine publishes no KV-cache events", KINDS[config.kind].how_to_publish)]
+    if facts.sources is not None and not facts.sources and not is_tap(config.events) and config.kind == "vllm":
+        what = "the engine publishes no KV-cache events, though engine.events says where"
+        return [fault(node, "events", what, KINDS[config.kind].how_to_publish)]
+    sources = followed(config, facts)
+    if not sources:
+        what = "the engine does not tell where it publishes, and the configuration does not either"
+        return [fault(node, "events", what, "give engine.events, word for word as in the engine's --kv-events-config")]
+    found = []
+    for rank, source in sorted(sources.items()):
+        told = (facts.sources or {}).get(rank)
+        found += _check_stream(node, config, source, told, streams.get(str(rank)))
+    return found
+
+
+def followed(config: EngineConfig, facts: EngineFacts) -> Mapping[int, EventSource]:
+    """Where the sidecar looks for events, by rank."""
+    if not config.events:
+        return facts.sources or {}
+    if is_tap(config.events):
+        return {rank: EventSource(config.events, rank=rank) for rank in range(config.ranks)}
+    host = httpx.URL(config.url).host
+    sources = sources_of_ranks(config.events, config.replay or None, config.topic, config.ranks, host)
+    return {source.rank: source._replace(bind=config.bind) for source in sources}
+
+
+def _check_stream(
+    node: str,
+    config: EngineConfig,
+    source: EventSource,
+    told: EventSource | None,
+    stream: Mapping[str, Any] | None,
+) -> list[Finding]:
+    where = f"rank {source.rank}, {source.endpoint}"
+    if stream is None:
+        return [fault(node, "events", f"the sidecar does not follow {where}", "see the sidecar's log, and restart it")]
+    found = []
+    if not stream.get("connected"):
+        found.append(_unconnected(node, config, source, told))
+    else:
+        found.append(Finding(OK, node, "events", f"{where}: connected, {stream.get('batches', 0)} batches"))
+    if told is not None and not told.topic.startswith(source.topic):
+        what = f"{where}: the sidecar wants topic {source.topic!r}, the engine publishes under {told.topic!r}"
+        found.append(fault(node, "events", what, "make engine.topic what the engine's --kv-events-config says"))
+    if stream.get("decode_errors"):
+        what = f"{where}: messages that cannot be read: {stream['decode_errors']}"
+        found.append(fault(node, "events", what, "upgrade prefixroute, or correct engine.kind"))
+    return found if is_tap(source.endpoint) else [*found, _check_replay(node, config, source, told, stream)]
+
+
+def _unconnected(node: str, config: EngineConfig, source: EventSource, told: EventSource | None) -> Finding:
+    """Why nobody is at the other end."""
+    if is_tap(source.endpoint):
+        fix = "start the engine with PREFIXROUTE_TAP set to this address"
+        return fault(node, "events", f"nobody serves {source.endpoint}", fix)
+    ours, theirs = _ends(config, source), _ends(config, told._replace(bind=None)) if told else None
+    if theirs is not None and theirs.bind and not ours.bind:
+        what = f"both sides connect: the engine to {told and told.endpoint}, the sidecar to {ours.address}"
+        fix = "give the engine an endpoint with * (tcp://*:PORT), or make engine.events the same, without engine.bind"
+        return fault(node, "events", what, fix)
+    if theirs is not None and ours.bind and not theirs.bind:
+        what = f"both sides bind: the engine {told and told.endpoint}, the sidecar {ours.address}"
+        return fault(node, "events", what, "make engine.events what the engine's --kv-events-config says")
+    if theirs is not None and theirs.address != ours.address:
+        what = f"the engine publishes at {theirs.address}, the sidecar looks at {ours.address}"
+        return fault(node, "events", what, "correct engine.events, or leave it out so that the engine is asked")
+    what = f"nobody is at the other end of {ours.address}"
+    if ours.bind:
+        return fault(node, "events", f"{what}, which the sidecar binds", "let the engine connect to this very address")
+    fix = "bind it in the engine (an endpoint with *), and make engine.events the same"
+    return fault(node, "events", what, fix)
+
+
+def _ends(config: EngineConfig, source: EventSource) -> Address:
+    """The consumer's end of a source."""
+    hosts = KINDS[config.kind].follower.engine.binding_hosts
+    return live_address(source.endpoint, source.host, hosts, source.bind)
+
+
+def _check_replay(
+    node: str, config: EngineConfig, source: EventSource, told: EventSource | None, stream: Mapping[str, Any]
+) -> Finding:
+    if source.replay_endpoint is None:
+        costs = "what is lost, or came before the sidecar, stays unknown"
+        if told is not None and told.replay_endpoint is not None:
+            fix = f"set engine.replay to {told.replay_endpoint}"
+            return fault(node, "replay", f"the configuration names no replay endpoint: {costs}", fix)
+        return fault(node, "replay", f"the engine has no replay endpoint: {costs}", KINDS[config.kind].how_to_publish)
+    timeouts = stream.get("replay_timeouts", 0)
+    if timeouts:
+        what = f"{timeouts} of {stream.get('replays', 0)} replays from {source.replay_endpoint} had no answer"
+        return fault(node, "replay", what, "make engine.replay the engine's replay_endpoint, and open its port")
+    return Finding(OK, node, "replay", f"{source.replay_endpoint}, {stream.get('replays', 0)} asked for")
+
+
+def _flag(text: str | None) -> bool | None:
+    return {"True": True, "False": False}.get(text or "")
+
+
+def _whole(value: object) -> int:
+    text = str(value)
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0

@@ -1,0 +1,116 @@
+"""What the doctor says and how it asks: one finding a line, and HTTP that never raises for what is answered.
+
+Rule: a fault is what makes overlap silently less than it could be, or mixes what must stay apart. What only may cost
+something is a warning, and does not make the examination fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import httpx
+import msgspec
+
+from ..sidecar_config import SidecarConfig
+
+OK: Final = "ok"
+WARNING: Final = "warning"
+FAULT: Final = "fault"
+
+
+CONNECT_S: Final = 3.0
+"""The longest wait for a connection: a host that is gone does not even refuse one."""
+
+
+class Finding(NamedTuple):
+    """One finding: its state (OK, WARNING or FAULT), the node, what was checked, what was seen, and what to change."""
+
+    state: str
+    node: str
+    check: str
+    what: str
+    fix: str = ""
+
+    def line(self) -> str:
+        """As one line of text."""
+        told = f"{self.state:7}  {self.node}  {self.check}: {self.what}"
+        return f"{told}; {self.fix}".replace("\n", " ") if self.fix else told.replace("\n", " ")
+
+
+def fault(node: str, check: str, what: str, fix: str) -> Finding:
+    """A finding that makes the examination fail."""
+    return Finding(FAULT, node, check, what, fix)
+
+
+def failed(findings: Iterable[Finding]) -> bool:
+    """Whether there is a fault among them."""
+    return any(finding.state == FAULT for finding in findings)
+
+
+class Answer(NamedTuple):
+    """An HTTP answer: its status (0 when nothing answered), its JSON object (empty when it is none), its headers."""
+
+    status: int
+    body: Mapping[str, Any]
+    headers: Mapping[str, str]
+    text: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether it was answered with success."""
+        return self.status == httpx.codes.OK
+
+
+class Asker:
+    """Asks over HTTP; `timeout_s` is the longest wait for an answer."""
+
+    def __init__(self, client: httpx.AsyncClient, timeout_s: float) -> None:
+        self.client = client
+        self._timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+
+    async def get(self, url: str, **query: object) -> Answer:
+        """GET; the query's values as text."""
+        return await self._ask("GET", url, params={name: str(value) for name, value in query.items()})
+
+    async def post(self, url: str, body: object, headers: Sequence[tuple[str, str]] = ()) -> Answer:
+        """POST of a JSON body."""
+        told = [("content-type", "application/json"), *headers]
+        return await self._ask("POST", url, content=msgspec.json.encode(body), headers=told)
+
+    async def _ask(self, method: str, url: str, **asked: Any) -> Answer:
+        try:
+            reply = await self.client.request(method, url, timeout=self._timeout, **asked)
+        except (httpx.HTTPError, httpx.InvalidURL):
+            return Answer(0, {}, {})
+        try:
+            body = msgspec.json.decode(reply.content)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            body = None
+        return Answer(reply.status_code, body if isinstance(body, dict) else {}, reply.headers, reply.text)
+
+
+class Visit(NamedTuple):
+    """A node that is examined: its sidecar's URL, its configuration where that was given, and what it told of itself.
+
+    `told` is its ``/prefixroute/domain``, `stats` its ``/prefixroute/stats``; empty when it did not answer.
+    """
+
+    node: str
+    url: str
+    config: SidecarConfig | None
+    told: Mapping[str, Any]
+    stats: Mapping[str, Any]
+
+    @property
+    def streams(self) -> Mapping[str, Mapping[str, Any]]:
+        """What is told of the engine's event streams, by rank."""
+        streams = self.stats.get("engine_events")
+        return streams if isinstance(streams, dict) else {}
+
+
+async def visit(ask: Asker, node: str, url: str, config: SidecarConfig | None, challenge: str) -> Visit:
+    """Ask a sidecar what it tells of itself."""
+    told = await ask.get(f"{url}/prefixroute/domain", challenge=challenge)
+    stats = await ask.get(f"{url}/prefixroute/stats")
+    return Visit(node, url, config, told.body if told.good else {}, stats.body if stats.good else {})

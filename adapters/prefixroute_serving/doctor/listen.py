@@ -1,0 +1,115 @@
+"""What an engine publishes of the doctor's probes, heard beside the sidecar.
+
+Rules:
+1. Live events are subscribed to where the engine binds their socket. Where the sidecar binds it, the few batches since
+   the last one that the sidecar has seen are asked of the replay socket, which the engine always binds.
+2. What cannot be heard from here (another host's ipc, a tap) is not judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Final
+
+import zmq
+import zmq.asyncio
+from prefixroute_inproc import is_tap
+from prefixroute_zmq.address import EventSource, live_address, replay_address
+from prefixroute_zmq.follow import attach, open_socket
+
+from prefixroute import BlocksStored, EngineBatch
+from prefixroute.errors import DecodeError, UsageError
+
+from ..attach.kinds import KINDS, Follower, follower_of
+from ..sidecar_config import EngineConfig
+from .engine_checks import EngineFacts, followed
+
+_POLL_S: Final = 0.02
+_END: Final = b"\xff" * 8
+
+
+class Listener:
+    """What an engine stores while this listens; `hears` is False where its sockets cannot be reached."""
+
+    def __init__(self) -> None:
+        self.roots: list[BlocksStored] = []
+        self.followers: list[Follower] = []
+
+    @property
+    def hears(self) -> bool:
+        """Whether every stream has a publisher at its other end."""
+        return bool(self.followers) and all(follower.stats().connected for follower in self.followers)
+
+    def take(self, batch: EngineBatch) -> None:
+        """Keep what is stored at the root: there a prompt begins, and its namespace is told."""
+        self.roots += [event for event in batch.events if isinstance(event, BlocksStored) and event.parent is None]
+
+    def stored(self, tokens: Sequence[int]) -> list[BlocksStored]:
+        """What was stored of a prompt, from its beginning."""
+        return [
+            event for event in self.roots if event.tokens and list(event.tokens) == list(tokens[: len(event.tokens)])
+        ]
+
+
+@contextlib.asynccontextmanager
+async def listening(config: EngineConfig, facts: EngineFacts, patience_s: float) -> AsyncIterator[Listener]:
+    """Listen to the engine's events, as far as they can be heard from here."""
+    listener, kind = Listener(), KINDS[config.kind]
+    for source in followed(config, facts).values():
+        if is_tap(source.endpoint):
+            continue
+        source = source._replace(replay_endpoint=None)
+        with contextlib.suppress(UsageError):
+            hosts = kind.follower.engine.binding_hosts
+            if not live_address(source.endpoint, source.host, hosts, source.bind).bind:
+                listener.followers.append(follower_of(kind, source, listener.take))
+    tasks = [asyncio.create_task(follower.run()) for follower in listener.followers]
+    try:
+        await until(lambda: listener.hears or not tasks, patience_s)
+        yield listener
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until(condition: Callable[[], bool], patience_s: float) -> bool:
+    """Wait until a condition holds; False when it does not within `patience_s`."""
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
+
+
+async def replayed(
+    config: EngineConfig, facts: EngineFacts, since: Mapping[int, int], listener: Listener, patience_s: float
+) -> bool:
+    """Ask every rank for its batches from `since` on, for the listener to take; False when one does not answer."""
+    sources = followed(config, facts)
+    if not sources or not all(rank in since and source.replay_endpoint for rank, source in sources.items()):
+        return False
+    answers = [_replay(config, source, since[rank], listener, patience_s) for rank, source in sources.items()]
+    return all(await asyncio.gather(*answers))
+
+
+async def _replay(config: EngineConfig, source: EventSource, start: int, listener: Listener, patience_s: float) -> bool:
+    engine, deadline = KINDS[config.kind].follower.engine, time.monotonic() + patience_s
+    with zmq.asyncio.Context() as context:
+        address = replay_address(source.replay_endpoint or "", source.host)
+        with open_socket(context, zmq.DEALER, address, engine.max_payload_bytes) as socket:
+            attach(socket, address)
+            await socket.send_multipart([b"", start.to_bytes(8, "big")])
+            while (left := deadline - time.monotonic()) > 0:
+                if not await socket.poll(left * 1000):
+                    break
+                frames = await socket.recv_multipart()
+                if len(frames) >= 2 and frames[-2] == _END:
+                    return True
+                with contextlib.suppress(DecodeError):
+                    listener.take(engine.decode(frames[-1]))
+    return False

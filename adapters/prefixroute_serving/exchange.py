@@ -1,0 +1,380 @@
+"""One request, from its decision to its last byte, over as many engines as it takes.
+
+Rules:
+1. A request crosses at most one hop: what is sent to a peer carries `HOP_HEADER`, and is served there, refused, or
+   handed back: the first attempt carries a budget, and a peer that would need longer declines, at once and once.
+2. Nothing is sent to the client before an engine's first event is here, so until then a failure costs time only:
+   the next fallback is asked, the local engine last.
+3. After that a broken stream goes on from another engine under the rules of `sse.StreamLedger`.
+4. Every attempt ends in exactly one `node.report`.
+5. A peer with several endpoints (ranks) chooses among them itself. What its answer tells counts for the endpoint that
+   was asked only if that one served.
+
+| upstream | outcome | then |
+|---|---|---|
+| cannot connect, connection breaks, status 5xx | failed | next fallback |
+| status 503 | refused | next fallback |
+| status 503 with `DECLINED_HEADER` | declined | wherever is best now |
+| too slow | timed out | next fallback |
+| 200 | served | passed to the client |
+| any other status | cancelled | passed to the client, whose mistake it is |
+| a stream whose first event is an error | as the status that it names | as above |
+| client went away | cancelled | upstream closed |
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+from starlette.types import Send
+
+from prefixroute import Decision, LoadReport, Node, Outcome, OutcomeKind
+
+from . import client
+from .attach.attachment import Attachment
+from .attach.kinds import without_rank
+from .callers import TENANT_HEADER, Callers
+from .carried_tokens import TOKENS_HEADER, Carrier
+from .door import Reply, begin_reply, error_reply, send_piece, send_reply
+from .sidecar_config import TimeoutConfig
+from .streams import Diverged, StreamLedger, UpstreamBroke
+from .turns import Gate, Turn
+from .upstream import (
+    DECLINED_HEADER,
+    LOAD_HEADER,
+    TARGET_HEADER,
+    Answer,
+    AttemptFailed,
+    begin,
+    cached_in_body,
+    check_answered,
+    failed,
+    load_of,
+    outcome_of,
+)
+
+HOP_HEADER = "x-prefixroute-hop"
+BUDGET_HEADER = "x-prefixroute-budget-ms"
+REASON_HEADER = "x-prefixroute-reason"
+MATCHED_HEADER = "x-prefixroute-matched"
+
+_KEPT_REPLY_HEADERS = ("x-request-id", "retry-after")
+
+
+@dataclass(slots=True)
+class Site:
+    """What all exchanges of a sidecar share: the node, its clock, the local engine, and how to reach others.
+
+    `hosts` are those that prompts may be sent to, all if there are none; `gate` is None where tenants take no turns;
+    `readers` are the peers that read the tokens that a forward carries.
+    """
+
+    node: Node
+    now: Callable[[], float]
+    client: client.Client
+    engine: Attachment
+    timeouts: TimeoutConfig
+    carrier: Carrier
+    callers: Callers
+    gate: Gate | None = None
+    hosts: frozenset[str] = frozenset()
+    readers: set[str] = field(default_factory=set)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def endpoints(self) -> Mapping[str, int]:
+        """The local endpoints, and the rank of each."""
+        return self.engine.endpoints
+
+    def count(self, what: str) -> None:
+        """One more of `what`, for the statistics."""
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+
+class Call(NamedTuple):
+    """A client's request as it is sent on. `forwarded`: it came from a peer; `tokens`: what no peer need read again.
+
+    `tenant` and `salt` are its caller's, "" for none: peers are told, since the body is salted already.
+    """
+
+    path: str
+    body: bytes
+    headers: Sequence[tuple[str, str]]
+    streamed: bool
+    forwarded: bool
+    tokens: array[int] | None
+    tenant: str = ""
+    salt: str = ""
+
+
+class Exchange:
+    """One request under one decision."""
+
+    def __init__(self, site: Site, call: Call, decision: Decision) -> None:
+        self._site = site
+        self._call = call
+        self._decision = decision
+        self._began = time.perf_counter()
+        self._ttft_s: float | None = None
+        self._target: str | None = decision.target
+        self._budget_s = decision.budget_s
+        self._turn: Turn | None = None
+        self._settled = False
+
+    async def respond(self, send: Send) -> None:
+        """Send the answer of the first engine that gives one; an error reply when all have failed."""
+        try:
+            answer, sorry = await self._open_next()
+            if answer is None:
+                await send_reply(send, sorry)
+            elif answer.cutter is None:
+                self._report_served(answer, cached_in_body(answer))
+                await send_reply(send, Reply(answer.status, answer.body, answer.media_type, self._headers(answer)))
+            else:
+                await begin_reply(send, 200, answer.media_type, self._headers(answer))
+                await self._stream(answer, send)
+        finally:
+            self._cancel()
+
+    # --- attempts ------------------------------------------------------------------------------------------
+
+    async def _open_next(self) -> tuple[Answer | None, Reply]:
+        """Ask the current target, then its fallbacks; the last failure's reply when none is left."""
+        reply = error_reply(502, "no engine answered")
+        while self._target is not None:
+            try:
+                return await self._open(self._target), reply
+            except AttemptFailed as failure:
+                reply = failure.reply
+                self._report_failure(failure.outcome)
+        return None, reply
+
+    async def _open(self, target: str) -> Answer:
+        """Send the request to `target` and wait for its first event."""
+        upstream: client.Reply | None = None
+        try:
+            upstream = await self._send(target)
+            answer = await begin(target, upstream)
+            self._note_status(target, answer.status)
+            return check_answered(answer)
+        except client.TimedOut as error:
+            _close(upstream)
+            raise failed(Outcome.timed_out(), f"{target} timed out: {error}", 504) from error
+        except (client.HttpError, ValueError) as error:
+            _close(upstream)
+            if target in self._site.endpoints:
+                self._site.engine.doubt()
+            raise failed(Outcome.failed(str(error)), f"{target}: {error}", 502) from error
+        except BaseException:
+            _close(upstream)
+            raise
+
+    def _note_status(self, target: str, status: int) -> None:
+        if target in self._site.endpoints:
+            self._site.engine.answered(target, status, self._decision.prompt_tokens)
+
+    async def _send(self, target: str) -> client.Reply:
+        site, call, connect_s = self._site, self._call, self._site.timeouts.connect_s
+        if target in site.endpoints:
+            site.count("local")
+            await self._take_turn(target)
+            aimed, body = site.engine.aimed(target, call.headers, call.body)
+            return await site.client.post(site.engine.config.url, call.path, aimed, body, connect_s=connect_s)
+        site.count("forwarded")
+        headers, body = [*without_rank(call.headers), (HOP_HEADER, "1")], call.body
+        if self._budget_s < inf:
+            headers.append((BUDGET_HEADER, f"{1000 * self._budget_s:.3f}"))
+        if call.tenant or call.salt:
+            proof = site.callers.prove(call.tenant, body)
+            headers += [(TENANT_HEADER, proof)] if proof else []
+        peer = target.partition("/")[0]
+        if peer in site.readers:
+            body, told = site.carrier.pack(body, call.tokens)
+            headers += [(TOKENS_HEADER, told)] if told else []
+        patience = site.timeouts.stream_s if call.streamed else site.timeouts.whole_s
+        url = allowed(site.node.endpoint_url(target), site.hosts)
+        upstream = await site.client.post(url, call.path, headers, body, connect_s=connect_s, read_s=patience)
+        # A peer that says nothing of it may be of an older version, to which such a body is no JSON.
+        (site.readers.add if TOKENS_HEADER in upstream.headers else site.readers.discard)(peer)
+        return upstream
+
+    async def _take_turn(self, target: str) -> None:
+        """Wait until the local engine is to have the request; AttemptFailed when its tenant has too many waiting."""
+        site, call = self._site, self._call
+        if site.gate is None:
+            return
+        self._turn = turn = site.gate.turn(target, call.streamed)
+        turn.enter(call.tenant, self._decision, target, len(call.body))
+        if turn.full:
+            site.count("refused: queue full")
+            raise failed(Outcome.cancelled(), "too many requests of this tenant wait here", 429)
+        await turn.come()
+
+    # --- streams -------------------------------------------------------------------------------------------
+
+    async def _stream(self, answer: Answer, send: Send) -> None:
+        """Pass events on, from the next fallback when an upstream dies, until the answer is whole."""
+        ledger = StreamLedger()
+        current: Answer | None = answer
+        try:
+            while current is not None:
+                outcome = await self._pass_on(current, ledger, send)
+                if outcome is None:
+                    self._report_served(current, ledger.cached_tokens)
+                    await send_piece(send, b"", more=False)
+                    return
+                self._report_failure(outcome)
+                self._site.count("resumed")
+                current, _ = await self._open_next()
+                ledger.restart()
+            await send_piece(send, _error_event("no engine could finish the answer"), more=False)
+        except Diverged as error:
+            self._site.count("diverged")
+            if current is not None:
+                current.upstream.close()
+            await send_piece(send, _error_event(f"the answer was broken off: {error}"), more=False)
+
+    async def _pass_on(self, answer: Answer, ledger: StreamLedger, send: Send) -> Outcome | None:
+        """Pass on one upstream's events; how it failed, None when its answer is whole. Raises Diverged."""
+        assert answer.cutter is not None
+        events: Iterable[bytes] = answer.events or ()
+        try:
+            while True:
+                passed, broken = _accepted(ledger, events)
+                if self._ttft_s is None and (ledger.has_text or ledger.done):
+                    self._note_first_token()
+                if passed:
+                    await send_piece(send, passed)
+                if broken is not None:
+                    raise broken
+                data = await answer.upstream.chunk()
+                if not data:
+                    return None if ledger.done else Outcome.failed("the stream ended early")
+                events = answer.cutter.feed(data)
+        except client.TimedOut:
+            return Outcome.timed_out()
+        except UpstreamBroke as error:
+            self._note_status(answer.target, error.status)
+            return outcome_of(error.status, str(error))
+        except (client.HttpError, ValueError) as error:
+            return Outcome.failed(str(error))
+        finally:
+            answer.upstream.close()
+
+    def _note_first_token(self) -> None:
+        self._ttft_s = time.perf_counter() - self._began
+        self._site.node.first_token(self._decision, self._site.now())
+        if self._turn is not None:
+            self._turn.first_token()
+
+    # --- reports -------------------------------------------------------------------------------------------
+
+    def _report_served(self, answer: Answer, cached: int | None) -> None:
+        if answer.status == 200:
+            asked = answer.served_by == answer.target
+            load = None if answer.target in self._site.endpoints or not asked else load_of(answer.upstream)
+            self._report(Outcome.served(cached_tokens=cached if asked else None, ttft_s=self._ttft_s, load=load))
+            self._settled = True
+        else:
+            self._cancel()  # the client's own mistake: nothing was computed, nothing is cached
+
+    def _report_failure(self, outcome: Outcome) -> None:
+        self._site.count("handed back" if outcome.kind is OutcomeKind.DECLINED else "failed attempts")
+        # The next attempt keeps the request, and is not charged the time of this one.
+        self._budget_s = inf
+        self._began = time.perf_counter()
+        self._target = self._report(outcome)
+        self._settled = self._target is None
+
+    def _cancel(self) -> None:
+        """Report a request that nobody waits for any more; nothing when it has been settled."""
+        if not self._settled:
+            self._settled = True
+            self._report(Outcome.cancelled())
+
+    def _report(self, outcome: Outcome) -> str | None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            turn.over(outcome)
+        return self._site.node.report(self._decision, outcome, self._site.now(), endpoint=self._target)
+
+    def _headers(self, answer: Answer) -> tuple[tuple[str, str], ...]:
+        site, decision, told = self._site, self._decision, answer.upstream.headers
+        headers = [(name, told[name]) for name in _KEPT_REPLY_HEADERS if name in told]
+        headers.append((TARGET_HEADER, answer.served_by))
+        headers.append((REASON_HEADER, _header_text(decision.reason)))
+        headers.append((MATCHED_HEADER, str(decision.matched_tokens)))
+        if self._call.forwarded:
+            headers.append((TOKENS_HEADER, "read"))
+            if answer.target in site.endpoints:
+                load = site.node.load(answer.target, site.now())
+                headers.append((LOAD_HEADER, _header_text(dump_load(load))))
+        return tuple(headers)
+
+
+def _accepted(ledger: StreamLedger, events: Iterable[bytes]) -> tuple[bytes, Diverged | UpstreamBroke | None]:
+    """What to pass on of events that came together, and what ended them early."""
+    passed = []
+    try:
+        for event in events:
+            kept = ledger.accept(event)
+            if kept is not None:
+                passed.append(kept)
+    except (Diverged, UpstreamBroke) as error:
+        return b"".join(passed), error
+    return b"".join(passed), None
+
+
+def dump_load(load: LoadReport) -> str:
+    """A load report as one line of JSON, for a reply header."""
+    return msgspec.json.encode(load).decode()
+
+
+def declined_reply(load: LoadReport, matched_tokens: int) -> Reply:
+    """What a peer is told whose prompt would take longer here than its budget."""
+    reply = error_reply(503, "it would take longer here than the budget")
+    told = (
+        (DECLINED_HEADER, str(matched_tokens)),
+        (LOAD_HEADER, _header_text(dump_load(load))),
+        (TOKENS_HEADER, "read"),
+    )
+    return reply._replace(headers=told)
+
+
+def allowed(url: str, hosts: frozenset[str]) -> str:
+    """The address of a peer's endpoint, if prompts may go there. It came by gossip: ValueError for another one."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or (hosts and parts.hostname not in hosts):
+        raise ValueError(f"prompts are not sent to {url[:100]!r}")
+    return url
+
+
+def budget_of(text: str | None) -> float:
+    """The budget in seconds that a forward carries; infinite when it carries none that can be read."""
+    try:
+        budget_s = float(text or "inf") / 1000
+    except ValueError:
+        return inf
+    return budget_s if budget_s >= 0 else inf
+
+
+def _close(upstream: client.Reply | None) -> None:
+    if upstream is not None:
+        upstream.close()
+
+
+def _header_text(text: str) -> str:
+    """Fit for a header: printable ASCII."""
+    return "".join(char if " " <= char <= "~" else "?" for char in text)
+
+
+def _error_event(message: str) -> bytes:
+    body = {"error": {"message": message, "type": "upstream_error", "code": 502}}
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"

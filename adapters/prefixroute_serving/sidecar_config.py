@@ -1,0 +1,257 @@
+"""A sidecar's configuration: one JSON file a node.
+
+Rules:
+1. A field that is not known is an error, so that a misspelt one does not silently do nothing.
+2. Everything that must be equal on all nodes stands under ``domain``; nodes that differ in it refuse each other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from prefixroute_inproc import is_tap, sources_of_tap
+from prefixroute_zmq import endpoint_of_rank
+
+from prefixroute import Domain, NodeSettings, PushBackSettings, ZoneRule, Zones
+from prefixroute.errors import UsageError
+from prefixroute.policy import Policy, policy
+
+from .tenant_config import TenantsConfig, check_tenants
+
+DEFAULT_POLICY = "default"
+POLICIES = (DEFAULT_POLICY, *policy.POLICIES)
+"""Words for `SidecarConfig.policy`."""
+
+GOOD_SECRET_BYTES = 16
+"""Of chance: a shorter secret can be guessed by who hears one datagram."""
+
+ENGINE_KINDS = ("vllm", "sglang")
+"""Words for `EngineConfig.kind`: whose adapter reads events and load."""
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class Address(_Strict, frozen=True, kw_only=True):
+    """A host and a port."""
+
+    host: str = "127.0.0.1"
+    port: int
+
+    @property
+    def pair(self) -> tuple[str, int]:
+        """As sockets want it."""
+        return (self.host, self.port)
+
+
+class PeerConfig(_Strict, frozen=True, kw_only=True):
+    """Another node: its name and where its gossip arrives. Its HTTP address comes with its gossip."""
+
+    node: str
+    gossip: Address
+
+
+class EngineConfig(_Strict, frozen=True, kw_only=True):
+    """The engine beside this node.
+
+    `events`, `replay`, `topic` and `bind` are `endpoint`, `replay_endpoint`, `topic` and `bind` of the engine's own
+    ``--kv-events-config``, word for word: they tell who binds. They are those of rank 0, of `ranks` data-parallel ones.
+    As `events`, ``tap://`` and an absolute path is the engine's PREFIXROUTE_TAP, see docs/in-process.md.
+    Without `events` the engine is asked (vLLM >= 0.31, SGLang where it publishes over tcp).
+    `prefill_tokens_per_s` is its speed where it is known; 0 lets the node learn it from answers. `tokenizer_file` is a
+    copy of its ``tokenizer.json``, or the folder of it, to read prompts here instead of asking the engine.
+    `load_probe_s`: seconds between two looks at its load; one in trouble is looked at every half second.
+    """
+
+    url: str
+    kind: str = "vllm"
+    events: str = ""
+    replay: str = ""
+    topic: str = ""
+    bind: bool | None = None
+    ranks: int = 1
+    prefill_tokens_per_s: float = 0.0
+    tokenizer_file: str = ""
+    load_probe_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ENGINE_KINDS:
+            raise ValueError(f"kind must be one of {', '.join(ENGINE_KINDS)}, not {self.kind!r}")
+        if self.ranks < 1:
+            raise ValueError(f"ranks must be at least 1, not {self.ranks}")
+        if is_tap(self.events):
+            sources_of_tap(self.events, self.ranks)
+            return
+        for endpoint in filter(None, (self.events, self.replay)):
+            endpoint_of_rank(endpoint, self.ranks - 1)
+
+
+class DomainConfig(_Strict, frozen=True, kw_only=True):
+    """What must be equal on all nodes. `secret` keys prefix hashes, and authenticates unless `secrets` are given.
+
+    `model` is the engine's name for it; `revision` tells apart weights that engines serve under one name.
+    """
+
+    model: str
+    tokenizer: str
+    revision: str = ""
+    block_size: int = 16
+    secret: str = ""
+
+
+class TimeoutConfig(_Strict, frozen=True, kw_only=True):
+    """How long to wait for another node, in seconds.
+
+    For a connection; for the next bytes of a stream, the first ones included; for an answer that is not streamed.
+    The local engine is never given up for slowness.
+    """
+
+    connect_s: float = 1.0
+    stream_s: float = 30.0
+    whole_s: float = 300.0
+
+
+class PushBackConfig(_Strict, frozen=True, kw_only=True):
+    """When this node asks others to spare it: seconds of queued prefill at which that begins, and ends.
+
+    About the wait that is too long here. On slow engines the default is only a few prompts.
+    """
+
+    enter_s: float = 4.0
+    leave_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        self.settings()
+
+    def settings(self) -> PushBackSettings:
+        """As the node wants it; UsageError, a ValueError, for an order that makes no sense."""
+        return PushBackSettings(self.enter_s, self.leave_s)
+
+
+class ZoneRuleConfig(_Strict, frozen=True, kw_only=True, rename={"source": "from"}):
+    """What this node forwards from one zone to another: ``always``, ``never``, or ``above`` a saving; "*" is any zone.
+
+    Those from other zones than this node's say nothing here, so that all nodes can have the same list.
+    """
+
+    source: str
+    to: str
+    forward: str
+    saving_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.rule()
+
+    def rule(self) -> ZoneRule:
+        """As the node wants it; UsageError, a ValueError, for a word or a saving that makes no sense."""
+        return ZoneRule(self.forward, self.saving_ms / 1000)
+
+
+class SidecarConfig(_Strict, frozen=True, kw_only=True):
+    """One node: its name, where it listens, its peers and its engine.
+
+    `url` is where the other sidecars reach this one; by default ``http://HOST:PORT`` of `http`. With `learn_peers` one
+    peer is enough: the node learns the others from it, and they learn this one, by the address in `gossip`. `zone` is
+    this node's zone, `zones` are the rules between zones (docs/zones.md).
+
+    `secrets` authenticate what nodes say to each other: the first signs, each is good; by default the domain's. SIGHUP
+    makes a running sidecar read them anew, see docs/security.md. `forward_hosts` are the hosts that prompts may be sent
+    to, whatever peers say of their address; by default any, over http or https.
+    """
+
+    node: str
+    http: Address
+    gossip: Address
+    engine: EngineConfig
+    domain: DomainConfig
+    peers: tuple[PeerConfig, ...] = ()
+    learn_peers: bool = False
+    policy: str = "default"
+    tenants: TenantsConfig | None = None
+    url: str = ""
+    secrets: tuple[str, ...] = ()
+    forward_hosts: tuple[str, ...] = ()
+    timeouts: TimeoutConfig = TimeoutConfig()
+    push_back: PushBackConfig = PushBackConfig()
+    zone: str = ""
+    zones: tuple[ZoneRuleConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        pairs = [(rule.source, rule.to) for rule in self.zones]
+        for source, to in pairs:
+            if pairs.count((source, to)) > 1:
+                raise ValueError(f"two rules of zones are from {source!r} to {to!r}")
+        NodeSettings(zone=self.zone, zones=self.zone_rules)
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+        if self.node in {peer.node for peer in self.peers}:
+            raise ValueError(f"{self.node!r} is listed among its own peers")
+        check_tenants(self.prefix_domain, self.tenants)
+        given = self.secret_bytes
+        if len(given) > 4 or len(set(given)) < len(given) or max(map(len, given)) > 64:
+            raise ValueError("secrets must be at most four, all different, of at most 64 bytes")
+
+    @property
+    def tells_tenants(self) -> bool:
+        """Whether requests are told apart by a tenant that their caller names."""
+        return self.tenants is not None and bool(self.tenants.header)
+
+    @property
+    def secret_bytes(self) -> tuple[bytes, ...]:
+        """What authenticates: the first signs."""
+        return tuple(secret.encode() for secret in self.secrets or (self.domain.secret,))
+
+    @property
+    def public_url(self) -> str:
+        """Where peers send what they forward."""
+        return self.url or f"http://{self.http.host}:{self.http.port}"
+
+    @property
+    def node_settings(self) -> NodeSettings:
+        """How the node gossips and pushes back."""
+        contact = f"{self.gossip.host}:{self.gossip.port}"
+        return NodeSettings(
+            push_back=self.push_back.settings(),
+            learn_peers=self.learn_peers,
+            contact=contact,
+            zone=self.zone,
+            zones=self.zone_rules,
+        )
+
+    @property
+    def zone_rules(self) -> Zones:
+        """What may be forwarded between zones."""
+        return Zones({(rule.source, rule.to): rule.rule() for rule in self.zones})
+
+    @property
+    def prefix_domain(self) -> Domain:
+        """The domain that this node serves."""
+        spec = self.domain
+        return Domain(
+            model=f"{spec.model}@{spec.revision}" if spec.revision else spec.model,
+            tokenizer=spec.tokenizer,
+            block_size=spec.block_size,
+            secret=spec.secret.encode(),
+        )
+
+
+def make_policy(name: str) -> Policy | None:
+    """The policy of a word of POLICIES; None for the node's own default."""
+    return None if name == DEFAULT_POLICY else policy.POLICIES[name]()
+
+
+def load_config(path: Path) -> SidecarConfig:
+    """Read a configuration file; UsageError names the file and the offending field."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SidecarConfig)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def dump_config(config: SidecarConfig, path: Path) -> None:
+    """Write a configuration file that `load_config` reads back."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")

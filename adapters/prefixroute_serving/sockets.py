@@ -1,0 +1,68 @@
+"""The sockets of a sidecar: HTTP listener and gossip transport, and what is said when an address is taken.
+
+Rule: an address that cannot be used is the user's mistake, told in one line that names it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Hashable
+
+from prefixroute.aio import Screen, Transport, UdpTransport
+from prefixroute.errors import UsageError
+
+from .sidecar_config import Address
+
+
+class CountingTransport:
+    """A transport that counts what it sends."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.bytes_sent = 0
+        self.datagrams_sent = 0
+
+    @property
+    def screen(self) -> Screen | None:
+        """What the inner transport asks before it takes a datagram, if it asks at all."""
+        return getattr(self._inner, "screen", None)
+
+    @screen.setter
+    def screen(self, screen: Screen | None) -> None:
+        if isinstance(self._inner, UdpTransport):
+            self._inner.screen = screen
+
+    async def send(self, address: Hashable, data: bytes) -> None:
+        """Send and count."""
+        self.bytes_sent += len(data)
+        self.datagrams_sent += 1
+        await self._inner.send(address, data)
+
+    async def receive(self) -> tuple[bytes, Hashable]:
+        """The next datagram."""
+        return await self._inner.receive()
+
+    async def close(self) -> None:
+        """Close the inner transport."""
+        await self._inner.close()
+
+
+async def open_gossip(address: Address) -> CountingTransport:
+    """A counting UDP transport bound to `address`; UsageError when that cannot be."""
+    try:
+        return CountingTransport(await UdpTransport.open(*address.pair))
+    except OSError as error:
+        raise UsageError(f"cannot use udp {address.host}:{address.port}: {error.strerror}") from error
+
+
+def open_listener(address: Address) -> socket.socket:
+    """A TCP socket bound to `address`; UsageError when that cannot be."""
+    # The protocol is named because asyncio turns off Nagle's delay only for such sockets.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address.pair)
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"cannot use tcp {address.host}:{address.port}: {error.strerror}") from error
+    return listener

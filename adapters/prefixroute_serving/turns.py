@@ -1,0 +1,139 @@
+"""The fairness guard before the local engine: each attempt at it waits for its tenant's turn (`prefixroute.FairQueue`).
+
+Rules:
+1. A queue a rank, local requests and peers' forwards alike. What waits here was booked by the node when it was decided,
+   so peers see it as load.
+2. The window follows the engine's speed as the node knows it.
+3. A peer's forward is not declined for what it would overtake here. The node's own wait counts all that is booked.
+4. A prompt's place in the window is free with its first token. An answer that is not streamed shows none: it is taken
+   to be there once the work before it and its own would be done.
+5. A full queue answers the tenant that filled it with 429, which says nothing of the engine: nobody avoids it for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from prefixroute import Decision, Entry, FairQueue, FairSettings, Outcome, OutcomeKind
+
+from .tenant_config import TenantsConfig
+
+_BYTES_A_TOKEN = 4
+"""For prompts whose tokens are not known."""
+
+_NOTHING_COMPUTED = (OutcomeKind.FAILED, OutcomeKind.REFUSED)
+
+
+class Turn:
+    """One attempt's place. Wait for it with `come`; end it with `over`, however the attempt ends."""
+
+    __slots__ = ("_began", "_entry", "_gate", "_go", "_overhead", "_prompt_tokens", "_queue", "_streamed", "_token_s")
+
+    def __init__(self, gate: Gate, queue: FairQueue, streamed: bool) -> None:
+        self._gate = gate
+        self._queue = queue
+        self._streamed = streamed
+        self._go: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._began = False
+        self._prompt_tokens = 0
+        self._overhead = 0
+        self._token_s = 0.0
+        self._entry = Entry.FULL
+
+    def enter(self, tenant: str, decision: Decision, endpoint: str, body_bytes: int) -> None:
+        """Ask for the place; the work is what the decision expected it to be."""
+        self._prompt_tokens = decision.prompt_tokens or body_bytes // _BYTES_A_TOKEN
+        matched = 0
+        # What was handed back may come where nobody thought of first.
+        weighed = next((c for c in decision.candidates if c.endpoint == endpoint), None)
+        if weighed is not None:
+            matched, self._token_s = weighed.matched_tokens, weighed.s_per_token
+            self._overhead = round(weighed.overhead_s / weighed.s_per_token)
+            self._gate.resize(endpoint, weighed.s_per_token)
+        work = self._prompt_tokens - matched + self._overhead
+        self._entry = self._queue.enter(self, tenant, work, self._gate.now())
+        if self._entry is Entry.GO:
+            self.go()
+
+    @property
+    def full(self) -> bool:
+        """There was no place."""
+        return self._entry is Entry.FULL
+
+    async def come(self) -> None:
+        """Wait until the engine is to have it."""
+        await self._go
+
+    def go(self) -> None:
+        """Its turn has come."""
+        if not self._go.done():
+            self._go.set_result(None)
+        if not self._streamed:
+            through_s = self._queue.ahead_tokens * self._token_s
+            asyncio.get_running_loop().call_later(through_s, self.first_token)
+
+    def first_token(self) -> None:
+        """The engine is through with its prefill."""
+        self._began = True
+        self._gate.release(self._queue.first_token(self, self._gate.now()))
+
+    def over(self, outcome: Outcome) -> None:
+        """The attempt has ended. What was computed is charged, as far as that is known.
+
+        Who leaves while the engine computes has had it all the same: else cancelling would be a way to pay nothing.
+        """
+        computed = 0 if outcome.kind in _NOTHING_COMPUTED and not self._began else None
+        if outcome.cached_tokens is not None:
+            computed = max(1, self._prompt_tokens - outcome.cached_tokens) + self._overhead
+        self._gate.release(self._queue.leave(self, self._gate.now(), computed))
+
+
+class Gate:
+    """The queues of a sidecar, by endpoint; they are made when they are first needed."""
+
+    def __init__(self, config: TenantsConfig, now: Callable[[], float]) -> None:
+        self._config = config
+        self.now = now
+        self.queues: dict[str, FairQueue] = {}
+        self._token_s: dict[str, float] = {}
+
+    def turn(self, endpoint: str, streamed: bool) -> Turn:
+        """A place to enter, before a local endpoint's engine."""
+        queue = self.queues.get(endpoint)
+        if queue is None:
+            settings = FairSettings(self._config.window_tokens, 1, self._config.weights, self._config.max_held)
+            queue = self.queues[endpoint] = FairQueue(settings)
+            self._token_s[endpoint] = 0.0
+        return Turn(self, queue, streamed)
+
+    def slack_s(self, tenant: str) -> float:
+        """Seconds of booked work, at every local endpoint, that a request of this tenant would overtake."""
+        return min((queue.overtaken(tenant) * self._token_s[name] for name, queue in self.queues.items()), default=0.0)
+
+    def resize(self, endpoint: str, s_per_token: float) -> None:
+        """Make the window fit the engine's speed."""
+        queue = self.queues[endpoint]
+        self._token_s[endpoint] = s_per_token
+        wanted = max(self._config.window_tokens, round(self._config.window_s / s_per_token))
+        if wanted != queue.window_tokens:
+            self.release(queue.resize(wanted, self.now()))
+
+    def release(self, turns: Sequence[Hashable]) -> None:
+        """Let those go whose turn has come."""
+        for turn in turns:
+            assert isinstance(turn, Turn)
+            turn.go()
+
+    def stats(self) -> dict[str, Any]:
+        """What waits where, JSON-able."""
+        return {
+            endpoint: {
+                "held": queue.held,
+                "ahead_tokens": queue.ahead_tokens,
+                "window_tokens": queue.window_tokens,
+                "tenants": [row._asdict() for row in queue.stats()],
+            }
+            for endpoint, queue in self.queues.items()
+        }

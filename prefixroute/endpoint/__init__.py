@@ -1,0 +1,1 @@
+"""What a node publishes and advertises of an engine of its own."""

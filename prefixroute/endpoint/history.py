@@ -1,0 +1,63 @@
+"""Residency guessed from what was served, for an engine whose events never come.
+
+Rules:
+1. It is a stream like any other: what it guesses goes through `residency` as engine events, under the chain's own
+   keys as handles, and is cleared by a restart when real events begin.
+2. Blocks are touched deepest first, so the least recently used block is always a leaf, as in an engine.
+3. Memory is bounded by the engine's capacity in blocks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from ..events import BlocksRemoved, BlocksStored, EngineBatch, EngineEvent
+from ..keys.chain import TokenChain
+
+DEFAULT_CAPACITY_BLOCKS = 8192
+"""131,072 tokens of 16-token blocks: a modest cache, until the engine's capacity is known."""
+
+
+class RoutingHistory:
+    """An LRU cache of the prompts that one endpoint served, as an engine of that capacity would keep them."""
+
+    __slots__ = ("_blocks", "capacity_blocks")
+
+    def __init__(self, capacity_blocks: int = DEFAULT_CAPACITY_BLOCKS) -> None:
+        self.capacity_blocks = capacity_blocks
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def clear(self) -> None:
+        """Forget all: the engine's cache was emptied."""
+        self._blocks.clear()
+
+    def served(self, chain: TokenChain) -> EngineBatch:
+        """Take a served prompt; return what an engine would have told. O(blocks).
+
+        A prompt with images is left out: what it may be reused for is not known without the engine.
+        """
+        depth = min(chain.depth, self.capacity_blocks)
+        if chain.extras() or not depth:
+            return EngineBatch(())
+        keys = [chain.key(d) for d in range(1, depth + 1)]
+        known = next((d for d, key in enumerate(keys) if key not in self._blocks), depth)
+        for key in reversed(keys):
+            self._blocks[key] = None
+            self._blocks.move_to_end(key)
+        events: list[EngineEvent] = []
+        dropped: list[int] = []
+        while len(self._blocks) > self.capacity_blocks:
+            dropped.append(self._blocks.popitem(last=False)[0])
+        if dropped:
+            events.append(BlocksRemoved(tuple(dropped)))
+        if known < depth:
+            size = chain.spec.block_tokens
+            tokens = np.frombuffer(chain.packed, "<u4")[known * size : depth * size]
+            parent = keys[known - 1] if known else None
+            events.append(BlocksStored(tuple(keys[known:]), parent, tokens, size, namespace=chain.namespace))  # type: ignore[arg-type]
+        return EngineBatch(tuple(events))

@@ -1,0 +1,157 @@
+"""What an endpoint's owner publishes: every block of its residency, or the anchors that its byte budget allows, and
+what its engine is about to hold (`promises`).
+
+Rules:
+1. This node's own index is told every block, whatever the others are told.
+2. Two blocks may share a wire key (1.8e-5 pairs expected at 100k blocks): it goes when the last of them does.
+3. The anchor stride is chosen anew every few seconds, and when the residency has doubled; see `anchors`.
+4. A wire key that is promised is published, whether the residency has it or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from ..keys.chain import wire_key
+from ..keys.changes import Changes
+from ..replication.replica import OwnedSet
+from ..residency.forest import Forest
+from .anchors import Anchors, choose_stride
+from .promises import Promise, Promises
+
+FOLLOW_BLOCKS = 1024
+"""Touched blocks that are looked at without waiting for the next round, which would take too long at once."""
+
+REFIT_S = 5.0
+"""How often the anchor stride is thought over: the number of ends costs a walk over all edges."""
+
+
+class Publisher:
+    """Feeds one endpoint's published set. `held` tells whether this node's index has a wire key of the endpoint."""
+
+    __slots__ = (
+        "_anchors",
+        "_budget_bytes",
+        "_fitted_at",
+        "_fitted_blocks",
+        "_held",
+        "_keys",
+        "_promises",
+        "_repeats",
+        "_source",
+    )
+
+    def __init__(self, keys: OwnedSet, source: Forest, budget_bytes: int, held: Callable[[int], bool]) -> None:
+        self._keys = keys
+        self._source = source
+        self._budget_bytes = budget_bytes
+        self._held = held
+        self._repeats: dict[int, int] = {}
+        self._promises = Promises()
+        self._anchors: Anchors | None = None
+        self._fitted_at = float("-inf")
+        self._fitted_blocks = 0
+
+    @property
+    def every(self) -> int:
+        """The anchor stride at present; 1 publishes every block."""
+        return self._anchors.every if self._anchors is not None else 1
+
+    def note(self, gained: Collection[int], lost: Collection[int]) -> Changes:
+        """Take 64-bit keys that came and went; return the wire keys that did, for the index. O(changes)."""
+        noted = self._note(gained, lost)
+        if self._anchors is None:
+            self._publish(noted)
+        elif self._source.touched > FOLLOW_BLOCKS:
+            self._publish(self._follow(self._anchors))
+        return noted
+
+    def promise(self, ticket: int, promise: Promise) -> None:
+        """Take blocks that a prompt will bring; peers are told with the next round if it is still under way. O(1)."""
+        self._promises.begin(ticket, promise)
+
+    def over(self, ticket: int) -> None:
+        """Take back what is left of a prompt's promise: by now the engine has told. O(its blocks)."""
+        lost = self._promises.end(ticket)
+        if lost:
+            self._keys.gather(Changes(set(), {wire for wire in lost if not self._has(wire)}))
+
+    def gather(self, now: float) -> None:
+        """Bring what is to be published up to date. O(changes); O(blocks) array work when the stride changes."""
+        blocks = self._source.published
+        if now - self._fitted_at >= REFIT_S or blocks > 2 * self._fitted_blocks:
+            self._refit(blocks, now)
+        if self._anchors is not None:
+            self._publish(self._follow(self._anchors))
+        gained = self._promises.settle(self.every, self._source.hits is not None)
+        if gained:
+            self._keys.gather(Changes({wire for wire in gained if not self._has(wire)}, set()))
+
+    def _note(self, gained: Collection[int], lost: Collection[int]) -> Changes:
+        noted = Changes(set(), set())
+        repeats, held = self._repeats, self._held
+        if not repeats:
+            # The usual case: no two blocks share a wire key, and with those that come it stays so.
+            noted.removed.update(map(wire_key, lost))
+            wires = set(map(wire_key, gained))
+            if len(wires) == len(gained) and all(wire in noted.removed for wire in wires if held(wire)):
+                noted.gain_all(wires)
+                return noted
+            lost = ()
+        for key in lost:
+            wire = wire_key(key)
+            more = repeats.get(wire, 0)
+            if not more:
+                noted.lose(wire)
+            elif more == 1:
+                del repeats[wire]
+            else:
+                repeats[wire] = more - 1
+        for key in gained:
+            wire = wire_key(key)
+            if wire in noted.added or (wire not in noted.removed and held(wire)):
+                repeats[wire] = repeats.get(wire, 0) + 1
+            else:
+                noted.gain(wire)
+        return noted
+
+    def _follow(self, anchors: Anchors) -> Changes:
+        """Bring the anchors up to date, by the touched blocks or, when these are more than the anchors, afresh."""
+        source = self._source
+        return anchors.rebuild(source) if source.touched > len(anchors) + FOLLOW_BLOCKS else anchors.follow(source)
+
+    def _publish(self, changes: Changes) -> None:
+        """Take what the residency gained and lost; what is promised is published anyway."""
+        promised = self._promises
+        if len(promised):
+            changes = Changes(
+                {wire for wire in changes.added if wire not in promised},
+                {wire for wire in changes.removed if wire not in promised},
+            )
+        self._keys.gather(changes)
+
+    def _has(self, wire: int) -> bool:
+        """Whether a wire key is published for the residency's sake."""
+        return self._held(wire) if self._anchors is None else wire in self._anchors
+
+    def _refit(self, blocks: int, now: float) -> None:
+        self._fitted_at, self._fitted_blocks = now, blocks
+        every = choose_stride(blocks, self._source.ends(), self._budget_bytes, self.every)
+        if every == self.every:
+            return
+        if self._anchors is None:
+            self._anchors = Anchors(every)
+        self._anchors.set_every(every, self._source)
+        self._keys.become({*self._anchors, *self._promises})
+        self._keys.stride = every
+        if every == 1:
+            self._source.watch_anchors(False)
+            self._anchors = None
+
+    def _check(self) -> None:
+        """Assert that what is or will be published are the anchors of the residency and the promises. O(blocks)."""
+        if self._anchors is not None:
+            self._publish(self._anchors.follow(self._source))
+        expected = {wire_key(key) for key in self._source.anchors(self.every)}
+        self._promises._check()
+        assert self._keys.pending() == expected | set(self._promises)

@@ -1,0 +1,1 @@
+"""From tokens to the keys of their prefixes: domains, chains, and sets of keys."""

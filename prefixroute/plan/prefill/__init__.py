@@ -1,0 +1,1 @@
+"""When the prefill of a prompt should go to another cluster."""

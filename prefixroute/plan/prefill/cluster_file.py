@@ -1,0 +1,203 @@
+"""CLUSTER.toml: the clusters of ``prefixroute plan prefill``, read and checked.
+
+The tables of a file are the classes below, their fields the keys; an unknown key is refused. Times are in seconds where
+the name does not say milliseconds; a curve is a list of points [tokens, value].
+
+Rule: an error names the file, the line, and what to write instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from prefixroute import UsageError
+
+from ..settings_file import Kind, Source, read_settings
+from .costs import Curve, Decode, KvBytes, Polynomial, Slower, Table
+from .division import PrefillClusters
+from .lengths import Empirical, Lengths, LogNormal
+from .traces import read_trace
+
+Points = tuple[tuple[float, float], ...]
+MIB = 2.0**20
+GBIT = 1e9 / 8
+
+_Made = TypeVar("_Made")
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of the file."""
+
+
+class Workload(_Part, frozen=True):
+    """Lengths of prompts: a log-normal by `mu` and `sigma`, or a `file` of lengths; and the tokens of an answer.
+
+    A file is a trace (`traces.read_trace`): what an endless cache would hold of its prompts is taken off.
+    """
+
+    mu: float = 0.0
+    sigma: float = 0.0
+    min_tokens: float = 1.0
+    max_tokens: float = 131072.0
+    file: str = ""
+    output_tokens: float = 1024.0
+
+
+class Model(_Part, frozen=True):
+    """Bytes of KV: points in MiB, or so many bytes a token and a state. `layers` overlap sending with computing."""
+
+    kv_mib: Points = ()
+    kv_bytes_per_token: float = 0.0
+    kv_state_bytes: float = 0.0
+    layers: int = 60
+
+
+class Pool(_Part, frozen=True):
+    """The prefill cluster: nodes (instances), and the seconds of a prompt, as points or as coefficients."""
+
+    nodes: int
+    prefill_s: Points = ()
+    prefill_coefficients: tuple[float, ...] = ()
+
+
+class Local(_Part, frozen=True):
+    """The local cluster: nodes, seconds of prefill (or how many times the pool's), and what a node decodes at once.
+
+    `alone_nodes` are those of a cluster without a pool that costs as much, to compare with; 0: as many as `nodes`.
+    """
+
+    nodes: int
+    prefill_s: Points = ()
+    prefill_coefficients: tuple[float, ...] = ()
+    times_pool: float = 0.0
+    decode_slots: int = 32
+    decode_step_ms: float = 40.0
+    alone_nodes: int = 0
+
+
+class Link(_Part, frozen=True):
+    """The way from the pool: bandwidth, round trip, connections and what one of them carries (0: no bound)."""
+
+    gbit_per_s: float
+    rtt_ms: float = 20.0
+    connections: int = 64
+    connection_gbit_per_s: float = 0.0
+
+
+class ClusterFile(_Part, frozen=True):
+    """A whole file. `average` is "length" (as published) or "time" (nearer to a simulation with arrivals)."""
+
+    workload: Workload
+    model: Model
+    pool: Pool
+    local: Local
+    link: Link
+    title: str = ""
+    average: Literal["length", "time"] = "length"
+
+    @property
+    def decode(self) -> Decode:
+        """A local node that decodes."""
+        return Decode(self.local.decode_slots, self.local.decode_step_ms / 1000, self.workload.output_tokens)
+
+    @property
+    def alone_nodes(self) -> int:
+        """Nodes of a cluster without a pool, to compare with."""
+        return self.local.alone_nodes or self.local.nodes
+
+    @property
+    def transfer_bytes_per_s(self) -> float:
+        """What the connections of one transfer carry."""
+        link = self.link
+        return link.connections * link.connection_gbit_per_s * GBIT if link.connection_gbit_per_s else inf
+
+
+def read_clusters(path: Path) -> tuple[ClusterFile, PrefillClusters]:
+    """Read a file; return it as it stands, and as clusters to plan for. Raises `UsageError`."""
+    file, source = read_settings(path, ClusterFile, _KIND)
+    return file, _clusters(file, source, path.parent)
+
+
+_KIND = Kind(
+    {"": ClusterFile, "link": Link, "local": Local, "model": Model, "pool": Pool, "workload": Workload},
+    "examples/plan/cluster.toml",
+)
+
+
+def _clusters(file: ClusterFile, source: Source, folder: Path) -> PrefillClusters:
+    """Build what the file describes; every refusal names the key that is to be changed."""
+    for where, value, least in (
+        ("pool.nodes", file.pool.nodes, 0),
+        ("local.nodes", file.local.nodes, 1),
+        ("local.alone_nodes", file.local.alone_nodes, 0),
+        ("model.layers", file.model.layers, 1),
+        ("link.connections", file.link.connections, 1),
+    ):
+        if value < least:
+            raise source.error(where, f"must be {least} or more, not {value}")
+    gbit, step_ms = file.link.gbit_per_s, file.local.decode_step_ms
+    for where, amount in (("link.gbit_per_s", gbit), ("local.decode_step_ms", step_ms)):
+        if not amount > 0:
+            raise source.error(where, f"must be above 0, not {amount:g}")
+    decode = _made(source, "local.decode_slots", lambda: file.decode)
+    pool_s = _curve(source, "pool", file.pool.prefill_s, file.pool.prefill_coefficients)
+    if file.local.times_pool:
+        local_s: Curve = _made(source, "local.times_pool", lambda: Slower(pool_s, file.local.times_pool))
+    else:
+        local_s = _curve(source, "local", file.local.prefill_s, file.local.prefill_coefficients)
+    return PrefillClusters(
+        _lengths(file.workload, source, folder),
+        _kv(file.model, source),
+        pool_s,
+        local_s,
+        file.pool.nodes,
+        file.local.nodes,
+        decode.requests_per_s,
+        file.link.gbit_per_s * GBIT,
+        file.average,
+    )
+
+
+def _made(source: Source, where: str, make: Callable[[], _Made]) -> _Made:
+    try:
+        return make()
+    except UsageError as error:
+        raise source.error(where, str(error)) from None
+
+
+def _curve(source: Source, table: str, points: Points, coefficients: tuple[float, ...]) -> Curve:
+    if points:
+        return _made(source, f"{table}.prefill_s", lambda: Table(points))
+    if coefficients:
+        return _made(source, f"{table}.prefill_coefficients", lambda: Polynomial(coefficients))
+    also = ", or times_pool = 2.3" if table == "local" else ""
+    raise source.error(table, f"no time of prefill: give prefill_s = [[1024, 0.44], [8192, 0.72]]{also}")
+
+
+def _kv(model: Model, source: Source) -> Curve:
+    if model.kv_mib:
+        points = tuple((tokens, mib * MIB) for tokens, mib in model.kv_mib)
+        return _made(source, "model.kv_mib", lambda: Table(points))
+    if not model.kv_bytes_per_token and not model.kv_state_bytes:
+        raise source.error("model", "no size of KV: give kv_mib = [[1024, 190.8], ...] or kv_bytes_per_token")
+    return _made(source, "model.kv_bytes_per_token", lambda: KvBytes(model.kv_bytes_per_token, model.kv_state_bytes))
+
+
+def _lengths(workload: Workload, source: Source, folder: Path) -> Lengths:
+    if workload.file:
+        try:
+            return Empirical(row.uncached_tokens for row in read_trace(folder / workload.file))
+        except UsageError as error:
+            raise source.error("workload.file", str(error)) from None
+    if not workload.sigma:
+        raise source.error("workload", "no lengths of prompts: give mu and sigma, or file")
+    return _made(
+        source,
+        "workload.sigma",
+        lambda: LogNormal(workload.mu, workload.sigma, workload.min_tokens, workload.max_tokens),
+    )

@@ -1,0 +1,1 @@
+"""What the other nodes hold: the wire, single-writer sets, gossip."""

@@ -1,0 +1,140 @@
+"""Whether a good datagram is new: lives, sequences, and proofs that a life is there now. No clocks in common.
+
+Each run of a node has a *life*, a number by chance, and numbers its datagrams. A datagram names its sender's life, its
+number, and the life of the receiver that it was made for.
+
+| sender's life  | made for this life, or an answer  | number       | verdict   | then                            |
+|----------------|-----------------------------------|--------------|-----------|---------------------------------|
+| the proved one | this life                         | not taken    | fresh     | it is taken                     |
+| the proved one | this life                         | taken or old | repeated  | dropped                         |
+| any            | it echoes a nonce that is open    | any          | fresh     | the proved life from now on     |
+| any other      | a SYN                             | any          | challenge | it is kept, and a nonce is sent |
+| any other      | a SYN-ACK or an ACK               | any          | stale     | dropped                         |
+
+Who echoes the nonce of a challenge in an ACK proves its life, and its SYN is taken then. So the first contact of two
+lives takes one round trip more, and no later one.
+
+Rules:
+1. A recording cannot answer a nonce, since nonces are made by chance and for one use. So it proves no life, and of a
+   proved life it repeats numbers.
+2. What is said without proof changes nothing, and is answered by one datagram that is shorter than itself or hardly
+   longer.
+3. What waits for a proof is bounded in bytes and in time.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from hashlib import blake2b
+from typing import NamedTuple
+
+from cachetools import LRUCache
+
+from .copies import Peer
+from .replay_window import Window
+from .tempo import GossipSettings
+from .wire import Kind, Message, Stamp
+
+MAX_WAITING_BYTES = 1 << 20
+"""Of datagrams that wait for a proof."""
+
+WAITING_OVERHEAD = 256
+
+
+class Verdict(Enum):
+    """What becomes of a datagram."""
+
+    FRESH = "fresh"
+    REPEATED = "repeated"
+    CHALLENGE = "challenge"
+    STALE = "stale"
+
+
+class Waiting(NamedTuple):
+    """A SYN that waits for its sender's proof: the nonce that proves it, and when the challenge went."""
+
+    message: Message
+    nonce: int
+    at: float
+    size: int
+
+
+class Freshness:
+    """One node's life, and what it knows of the others'. `seed` is to be another one in each run."""
+
+    def __init__(self, node: str, settings: GossipSettings, seed: bytes) -> None:
+        self._key = blake2b(seed, digest_size=32, key=node.encode()[:64], person=b"life").digest()
+        self._size = settings.replay_window
+        self._patience_s = settings.suspect_after_s
+        self.life = self._number(0) % (2**32 - 1) + 1
+        """This run of the node, 32 bits."""
+        self._sent = 0
+        self._nonces = 0
+        self._waiting: LRUCache[tuple[str, int], Waiting] = LRUCache(MAX_WAITING_BYTES, getsizeof=_kept_bytes)
+
+    def stamp(self, life: int) -> Stamp:
+        """Return what the next datagram says of itself, made for a receiver's `life`, 0 if it is not known."""
+        self._sent += 1
+        return Stamp(self.life, self._sent, life)
+
+    def nonce(self) -> int:
+        """Return a number that nobody else can know, 62 bits and not 0."""
+        self._nonces += 1
+        return self._number(self._nonces)
+
+    def judge(self, peer: Peer | None, kind: Kind, message: Message, now: float) -> tuple[Verdict, Waiting | None]:
+        """Judge a datagram of a good tag; with a proof comes what had waited for it. A life that is proved is kept."""
+        if not self._size:
+            if peer is not None:
+                peer.life = message.life or peer.life
+            return Verdict.FRESH, None
+        if peer is not None and message.life == peer.life != 0 and message.to == self.life:
+            return (Verdict.FRESH if self.window(peer).take(message.sequence) else Verdict.REPEATED), None
+        if not message.life or not message.sequence:
+            return Verdict.STALE, None
+        if peer is not None and kind is Kind.SYN_ACK and message.echo in peer.probes:
+            self.prove(peer, message)
+            return Verdict.FRESH, None
+        waiting = self._waiting.get((message.sender, message.life))
+        proves = kind is Kind.ACK and waiting is not None and message.echo == waiting.nonce
+        if proves and waiting is not None and now - waiting.at <= self._patience_s:
+            return Verdict.FRESH, waiting
+        return (Verdict.CHALLENGE if kind is Kind.SYN else Verdict.STALE), None
+
+    def contact_of(self, message: Message) -> str:
+        """Return the contact in what waits for a proof of this life, "" if nothing does."""
+        waiting = self._waiting.get((message.sender, message.life))
+        return waiting.message.contact if waiting is not None else ""
+
+    def window(self, peer: Peer) -> Window:
+        """Return the window of a peer's proved life."""
+        if peer.window is None:
+            peer.window = Window(self._size)
+        return peer.window
+
+    def prove(self, peer: Peer, *messages: Message) -> None:
+        """Take the life of these messages for the peer's, and their numbers for taken."""
+        self._waiting.pop((peer.node, messages[-1].life), None)
+        if peer.life != messages[-1].life or peer.window is None:
+            peer.life, peer.window = messages[-1].life, Window(self._size)
+        for message in messages:
+            peer.window.take(message.sequence)
+
+    def challenge(self, message: Message, size: int, now: float) -> Message:
+        """Keep a SYN of `size` bytes until its sender's life is proved; return the head of the answer."""
+        key = (message.sender, message.life)
+        known = self._waiting.get(key)
+        # One nonce for one life, or whoever plays back another SYN of it would keep it from its proof.
+        again = known is not None and now - known.at <= self._patience_s
+        nonce = known.nonce if known is not None and again else self.nonce()
+        if size + WAITING_OVERHEAD <= MAX_WAITING_BYTES:
+            self._waiting[key] = Waiting(message, nonce, now, size)
+        return Message("", nonce, message.nonce)
+
+    def _number(self, n: int) -> int:
+        drawn = blake2b(n.to_bytes(8, "little"), digest_size=8, key=self._key).digest()
+        return (int.from_bytes(drawn, "little") >> 2) + 1
+
+
+def _kept_bytes(waiting: Waiting) -> int:
+    return waiting.size + WAITING_OVERHEAD

@@ -1,0 +1,1 @@
+"""Weigh the endpoints, book the work, follow each decision to its outcome."""

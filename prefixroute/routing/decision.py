@@ -1,0 +1,194 @@
+"""What `Node.route` returns and what the caller reports back: plain data.
+
+Rules:
+1. A decision names its target, the fallbacks in order, the expected gain and the reason, and keeps every candidate that
+   was weighed, so that it can explain itself later.
+2. An outcome is reported once for each attempt; late, repeated and missing reports are harmless.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from math import inf
+from typing import Any, NamedTuple
+
+from ..errors import UsageError
+from ..load import LoadReport
+from .standing import Candidate
+
+
+class OutcomeKind(Enum):
+    """How an attempt ended."""
+
+    SERVED = "served"
+    REFUSED = "refused"
+    DECLINED = "declined"
+    FAILED = "failed"
+    TIMED_OUT = "timed out"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one attempt ended; make it with one of the class methods.
+
+    `cached_tokens` is the engine's own count, `ttft_s` the time to first token in seconds as the caller saw it, `load`
+    what the server's reply said of its load. Raises `UsageError` for numbers that cannot be.
+    """
+
+    kind: OutcomeKind
+    reason: str = ""
+    cached_tokens: int | None = None
+    ttft_s: float | None = None
+    load: LoadReport | None = None
+
+    def __post_init__(self) -> None:
+        if self.cached_tokens is not None and not 0 <= self.cached_tokens < 2**63:
+            raise UsageError(f"cached_tokens must be a number of tokens, or None, not {self.cached_tokens!r}")
+        if self.ttft_s is not None and not 0 <= self.ttft_s < inf:
+            raise UsageError(f"ttft_s must be seconds since the request was sent, or None, not {self.ttft_s!r}")
+
+    @classmethod
+    def served(
+        cls, cached_tokens: int | None = None, ttft_s: float | None = None, load: LoadReport | None = None
+    ) -> Outcome:
+        """The request was answered."""
+        return cls(OutcomeKind.SERVED, "", cached_tokens, ttft_s, load)
+
+    @classmethod
+    def refused(cls, reason: str = "", load: LoadReport | None = None) -> Outcome:
+        """The target turned the request away (503); it is left alone for a while, and the request goes elsewhere."""
+        return cls(OutcomeKind.REFUSED, reason, load=load)
+
+    @classmethod
+    def declined(cls, load: LoadReport | None = None, cached_tokens: int | None = None) -> Outcome:
+        """The target handed the prompt back: it would take longer than the decision's budget.
+
+        `cached_tokens` is what it holds of the prompt. It stays in use, and the prompt goes where it is best now.
+        """
+        return cls(OutcomeKind.DECLINED, "", cached_tokens, None, load)
+
+    @classmethod
+    def failed(cls, reason: str = "") -> Outcome:
+        """The target could not be reached, or broke off; forwards to it are suspended at once."""
+        return cls(OutcomeKind.FAILED, reason)
+
+    @classmethod
+    def timed_out(cls, reason: str = "") -> Outcome:
+        """The target did not answer in time; counts as a failure."""
+        return cls(OutcomeKind.TIMED_OUT, reason)
+
+    @classmethod
+    def cancelled(cls) -> Outcome:
+        """The client went away; says nothing about the target."""
+        return cls(OutcomeKind.CANCELLED)
+
+
+class Decision(NamedTuple):
+    """Where a prompt goes. `target` and `fallbacks` are endpoints; `url` is the target's service address.
+
+    `expected_saving_s` is against serving it at the origin, 0.0 when that is what is done or not possible. `budget_s`
+    goes with a forward: a target that expects to need more hands it back. Such a target's own decision is `declined`:
+    nothing is booked, and nothing is to be served.
+
+    `zone` is the origin's label. `excluded` is who holds more of the prompt than any candidate does, in a zone to which
+    nothing is forwarded: neither candidate nor fallback.
+    """
+
+    id: int
+    target: str
+    local: bool
+    url: str
+    fallbacks: tuple[str, ...]
+    prompt_tokens: int
+    matched_tokens: int
+    expected_ttft_s: float
+    expected_saving_s: float
+    reason: str
+    candidates: tuple[Candidate, ...]
+    budget_s: float = inf
+    declined: bool = False
+    zone: str = ""
+    excluded: tuple[Candidate, ...] = ()
+
+
+class Explanation(NamedTuple):
+    """A decision, term by term."""
+
+    decision: Decision
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain JSON values; times in milliseconds."""
+        d = self.decision
+        return {
+            "decision": d.id,
+            "target": d.target,
+            "local": d.local,
+            "url": d.url,
+            "reason": d.reason,
+            "prompt_tokens": d.prompt_tokens,
+            "matched_tokens": d.matched_tokens,
+            "expected_ttft_ms": _ms(d.expected_ttft_s),
+            "expected_saving_ms": _ms(d.expected_saving_s),
+            "budget_ms": None if d.budget_s == inf else _ms(d.budget_s),
+            "declined": d.declined,
+            "fallbacks": list(d.fallbacks),
+            "zone": d.zone,
+            "candidates": [self._row(c) for c in d.candidates],
+            "excluded": [self._row(c) for c in d.excluded],
+        }
+
+    def text(self) -> str:
+        """Return a table for people; times in milliseconds, the chosen candidate marked."""
+        d = self.decision
+        lines = [
+            f"{d.prompt_tokens} tokens -> {d.target} ({d.reason}); {d.matched_tokens} cached there, "
+            f"first token in {_ms(d.expected_ttft_s)} ms, saves {_ms(d.expected_saving_s)} ms",
+            f"  {'endpoint':<24}{'match':>7}{'conf':>6}{'rtt':>8}{'wait':>9}{'fixed':>8}{'prefill':>9}{'cost':>9}"
+            f"{'delays':>8}  push-back   age",
+        ]
+        for c in (*d.candidates, *d.excluded):
+            mark = "*" if c.endpoint == d.target else " "
+            name = c.endpoint + (" (local)" if c.local else "")
+            zone = f"  zone {c.zone}" if c.zone else ""
+            if c.withheld is not None:
+                zone = f"  {c.withheld.text(d.zone, c.zone)}"
+            lines.append(
+                f"{mark} {name:<24}{c.matched_tokens:>7}{c.confidence:>6.2f}{_ms(c.rtt_s):>8}{_ms(c.wait_s):>9}"
+                f"{_ms(c.overhead_s):>8}{_ms(c.prefill_s):>9}{_ms(c.cost_s):>9}{_ms(c.delays_s):>8}"
+                f"  {c.state.name.lower():<9}{_ms(c.age_s):>8}{'  expected' if c.predicted else ''}{zone}"
+            )
+        return "\n".join(lines)
+
+    def _row(self, c: Candidate) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "endpoint": c.endpoint,
+            "local": c.local,
+            "matched_tokens": c.matched_tokens,
+            "confidence": round(c.confidence, 3),
+            "rtt_ms": _ms(c.rtt_s),
+            "wait_ms": _ms(c.wait_s),
+            "overhead_ms": _ms(c.overhead_s),
+            "prefill_ms": _ms(c.prefill_s),
+            "cost_ms": _ms(c.cost_s),
+            "push_back": c.state.name.lower(),
+            "age_ms": _ms(c.age_s),
+            "queued": c.queued,
+            "expected": c.predicted,
+            "evicted_tokens": round(c.evicted_tokens),
+            "delays_ms": _ms(c.delays_s),
+            "zone": c.zone,
+        }
+        if c.withheld is not None:
+            needs_s, saves_s = c.withheld
+            row["withheld"] = {
+                "why": c.withheld.text(self.decision.zone, c.zone),
+                "needs_ms": None if needs_s == inf else _ms(needs_s),
+                "saves_ms": _ms(saves_s),
+            }
+        return row
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 2)

@@ -1,0 +1,246 @@
+"""What this node believes of every endpoint that it could use, ranked by what reaching it costs before any prefill.
+
+Rules:
+1. A decision looks at a handful of endpoints, never at all: the ranking is kept up to date as reports and bookings
+   come, and a search asks it for the first few within a bitmask.
+2. Masks say who is usable: suspended, refusing and unheard endpoints are out; overloaded ones are set apart.
+3. Endpoints that have not served anything yet share the suspension of their owner, and those whose owner is no peer one
+   in all: who makes endpoints up is found out once, not once for each.
+4. Set apart are also those that a rule for zones lets in above a saving only; those that it never lets in are out.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, insort
+from collections import Counter
+from itertools import islice
+from math import inf
+
+from ..load import Pace, PushBackState, Suspension
+from .standing import DEFAULT_RTT_S, Send, Standing
+from .zones import Gate
+
+LOOKED_DOWN = 64
+"""Places of the ranking that a decision looks at for the first of many endpoints."""
+
+SAMPLED = 32
+"""Endpoints that stand for more which are not up there: the best of so many is within 3 % of the best rank."""
+
+
+class Fleet:
+    """All standings, ranked, with masks of who is usable."""
+
+    def __init__(self, rng: random.Random, gate: Gate | None = None) -> None:
+        self._rng = rng
+        self._gate = gate
+        self._ranking: list[tuple[float, float, int]] = []
+        self.standings: dict[str, Standing] = {}
+        self.by_bit: dict[int, Standing] = {}
+        self.usable = 0
+        self.overloaded = 0
+        self.local = 0
+        self.guarded = 0
+        """Candidates above a saving only."""
+        self.barred = 0
+        """Out by a rule for zones, and by nothing else."""
+        self._owners: Counter[str] = Counter()
+        """Endpoints by owner: of this node's, and of its peers' own word or of others' about them."""
+        self._untried: dict[str, Suspension] = {}
+        self._typical_s = 0.0
+        """Work of a typical forward to a peer that holds a prefix of it."""
+        self._cold_s = 0.0
+        """Work of a typical prompt of which its endpoint holds nothing."""
+
+    def book(
+        self, standing: Standing, ticket: int, work_s: float, tokens: int, hit: bool, now: float, until: float
+    ) -> None:
+        """Book a request at an endpoint. Every other origin is taken to forward as often, and what a hit takes."""
+        standing.ledger.book(ticket, work_s, tokens, now, until)
+        if not hit:
+            self._cold_s = self._cold_s + 0.1 * (work_s - self._cold_s) if self._cold_s else work_s
+        if standing.local:
+            standing.arrived(now)
+        else:
+            if hit:
+                self._typical_s = self._typical_s + 0.1 * (work_s - self._typical_s) if self._typical_s else work_s
+            mirrored = max(0, len(self._owners) - 2) * min(work_s, self._typical_s)
+            standing.sent(ticket, tuple.__new__(Send, (now + standing.rtt_s / 2, work_s + mirrored)))
+        self.rank(standing, now)
+
+    def release(self, standing: Standing, ticket: int, now: float) -> bool:
+        """Take a booking back; unknown and repeated ones are harmless."""
+        standing.unsent(ticket)
+        return standing.ledger.release(ticket, now)
+
+    def add(self, standing: Standing, now: float) -> None:
+        """Take an endpoint in. O(log n) and a memmove."""
+        if not standing.local:
+            standing.default_rtt_s = self._typical_rtt_s()
+            group = _owner_of(standing) if standing.peer is not None else ""
+            standing.suspension = self._untried.setdefault(group, standing.suspension)
+        self.standings[standing.name] = standing
+        self.by_bit[standing.bit] = standing
+        if standing.local or standing.peer is not None:
+            self._owners[_owner_of(standing)] += 1
+        if standing.local:
+            self.local |= standing.bit
+        self.refresh(standing, now)
+
+    def drop(self, endpoint: str) -> None:
+        """Take an endpoint out."""
+        standing = self.standings.pop(endpoint)
+        del self.by_bit[standing.bit]
+        owner = _owner_of(standing)
+        if owner in self._owners:
+            self._owners[owner] -= 1
+            if not self._owners[owner]:
+                del self._owners[owner]
+                self._untried.pop(owner, None)
+        self._unrank(standing)
+        clear = ~standing.bit
+        self.usable &= clear
+        self.overloaded &= clear
+        self.local &= clear
+        self.guarded &= clear
+        self.barred &= clear
+
+    def refresh(self, standing: Standing, now: float) -> None:
+        """Bring an endpoint's standing, masks and rank up to date. O(log n) and a memmove."""
+        standing.refresh(now)
+        bit, state = standing.bit, standing.state
+        out = state is PushBackState.REFUSING or standing.suspension.blocks(now) or standing.copy.suspected
+        if self._gate is not None and not standing.local:
+            needs = standing.needs_s = self._gate.needs_s(standing.zone)
+            self.guarded = self.guarded | bit if 0 < needs < inf else self.guarded & ~bit
+            self.barred = self.barred | bit if needs == inf and not out else self.barred & ~bit
+            out = out or needs == inf
+        self.usable = self.usable & ~bit if out else self.usable | bit
+        overloaded = state is PushBackState.OVERLOADED
+        self.overloaded = self.overloaded | bit if overloaded else self.overloaded & ~bit
+        self.rank(standing, now)
+
+    def served(self, standing: Standing) -> bool:
+        """Note that a forward was answered; return whether that ended a suspension. From now on it has its own."""
+        ended = standing.suspension.served()
+        if standing.suspension in self._untried.values():
+            standing.suspension = Suspension()
+        return ended
+
+    def refresh_sharing(self, standing: Standing, now: float) -> None:
+        """Bring all up to date that share an endpoint's suspension. O(endpoints): after a failure, or for a trial."""
+        for other in list(self.standings.values()):
+            if other.suspension is standing.suspension:
+                self.refresh(other, now)
+
+    def rank(self, standing: Standing, now: float) -> None:
+        """Rank an endpoint anew after a booking; ties fall at random. O(log n) and a memmove.
+
+        The ranking picks among those that hold the same, and matters most for a prompt that nobody holds: what such a
+        prompt delays counts (`Candidate.delays_s`).
+        """
+        self._unrank(standing)
+        delays = standing.arrivals_per_s(now) * self._cold_s * self._cold_s / 2
+        base = standing.rtt_s + standing.wait_s(now) + standing.overhead_s + delays
+        standing.rank = (base, self._rng.random(), standing.bit)
+        insort(self._ranking, standing.rank)
+
+    def refresh_all(self, now: float) -> None:
+        """Rank all endpoints anew. O(n log n): once a round."""
+        default, rtt_s = self._typical_pace(), self._typical_rtt_s()
+        known = (s for s in self.standings.values() if s.local or s.peer is not None)
+        self._owners = Counter(map(_owner_of, known))
+        for standing in self.standings.values():
+            standing.default, standing.default_rtt_s = default, rtt_s
+            self.refresh(standing, now)
+
+    def _typical_rtt_s(self) -> float:
+        """The round trip to a peer that was not measured yet: the upper quartile of those that were.
+
+        A large fleet measures each pair seldom. With 1 ms for a stranger, 64 nodes a second apart forwarded to all of
+        them and lost half of their mean against not routing.
+        """
+        measured = sorted(
+            s.peer.rtt_s for s in self.standings.values() if s.peer is not None and s.peer.rtt_s is not None
+        )
+        return measured[3 * (len(measured) - 1) // 4] if measured else DEFAULT_RTT_S
+
+    def _typical_pace(self) -> Pace:
+        """The pace of an endpoint that does not tell its own: this node's, else the slowest known, else the default.
+
+        A stranger that looks fast would draw the work that was meant for those who are known to be slower.
+        """
+        told = [s for s in self.standings.values() if s.copy.advert.report.prefill_tokens_per_s]
+        if not told:
+            return Pace()
+        typical = min(told, key=lambda standing: (not standing.local, standing.rate))
+        return Pace(typical.rate, typical.overhead_s)
+
+    def cheapest(self, mask: int, n: int) -> list[Standing]:
+        """Return the `n` endpoints of `mask` that are cheapest to reach, in order.
+
+        O(n) as a rule: of many the first are found soon down the ranking. Holders of a hot prefix may all be at its
+        end, since they are the busiest, so the look down it is bounded, and the cheapest of `SAMPLED` of them taken by
+        chance will do: to look at all of 1,024 took 0.3 ms.
+        """
+        if not mask & (mask - 1):
+            return [self.by_bit[mask]] if mask else []
+        bits = mask.bit_count()
+        found: list[Standing] = []
+        if bits > n:
+            for _, _, bit in islice(self._ranking, min(bits, LOOKED_DOWN)):
+                if bit & mask:
+                    found.append(self.by_bit[bit])
+                    if len(found) == n:
+                        return found
+            if bits > SAMPLED + len(found):
+                # Those that were found are the cheapest of all.
+                for standing in found:
+                    mask ^= standing.bit
+                rest = sorted(self._sample(mask), key=_rank_of)
+                return found + rest[: n - len(found)]
+            found.clear()
+        while mask:
+            low = mask & -mask
+            found.append(self.by_bit[low])
+            mask ^= low
+        found.sort(key=_rank_of)
+        return found[:n]
+
+    def _sample(self, mask: int) -> list[Standing]:
+        """`SAMPLED` endpoints of a mask that has more: from a bit on that falls by chance. O(1)."""
+        start = self._rng.randrange(mask.bit_length())
+        some: list[Standing] = []
+        for part in (mask >> start << start, mask & (1 << start) - 1):
+            while part and len(some) < SAMPLED:
+                low = part & -part
+                some.append(self.by_bit[low])
+                part ^= low
+        return some
+
+    def _unrank(self, standing: Standing) -> None:
+        if standing.rank is not None:
+            at = bisect_left(self._ranking, standing.rank)
+            del self._ranking[at]
+            standing.rank = None
+
+    def _check(self) -> None:
+        """Assert that ranking, masks and standings agree."""
+        assert self._ranking == sorted(self._ranking)
+        assert sorted(bit for *_, bit in self._ranking) == sorted(self.by_bit)
+        assert {standing.bit: standing for standing in self.standings.values()} == self.by_bit
+        every = sum(self.by_bit)
+        assert self.usable & ~every == self.overloaded & ~every == self.local & ~every == 0
+        for bit, standing in self.by_bit.items():
+            assert bool(self.guarded & bit) is (0 < standing.needs_s < inf)
+            assert standing.needs_s < inf or not (self.usable & bit or standing.local)
+        assert self.barred & (every | self.usable) == self.barred & ~self.usable
+
+
+def _owner_of(standing: Standing) -> str:
+    return standing.name.partition("/")[0]
+
+
+def _rank_of(standing: Standing) -> tuple[float, float, int]:
+    assert standing.rank is not None
+    return standing.rank

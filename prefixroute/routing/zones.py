@@ -1,0 +1,173 @@
+"""Zones: nodes that lie beside each other have one label, and rules say what may be forwarded from zone to zone.
+
+Rules:
+1. The sender's rule decides, by the pair (its own zone, the target's zone). Of several that fit, the first of (a, b),
+   (a, "*"), ("*", b), ("*", "*") is taken; if none does: always.
+2. Within a zone it is always, unless a rule names that zone twice.
+3. A zone that is not known may be any: it goes by the strictest rule that this node has for any zone. So it is with an
+   endpoint whose first snapshot has not come, and with a node that has no label.
+
+| rule | an endpoint there is |
+|---|---|
+| always | a candidate like any other |
+| above a saving | a candidate where it saves so much against the best that has no such rule; else the last fallback |
+| never | no candidate, no fallback, no last resort |
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from ..errors import UsageError
+
+FORWARDS = ("always", "above", "never")
+"""Words for `ZoneRule.forward`."""
+
+ANY = "*"
+"""In a pair of a rule: whichever zone."""
+
+MAX_COUNTED = 32
+"""Zones whose forwards are counted apart; labels are others' word, and a counter is kept for ever."""
+
+MAX_KEPT = 256
+"""Labels for which the answer is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZoneRule:
+    """Whether to forward: ``always``, ``never``, or ``above`` an expected saving of `saving_s` seconds.
+
+    Raises `UsageError` for another word, and for a saving that does not go with it.
+    """
+
+    forward: str = "always"
+    saving_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.forward not in FORWARDS:
+            raise UsageError(f"a zone rule is one of {', '.join(FORWARDS)}, not {self.forward!r}")
+        if self.forward == "above" and not 0 < self.saving_s < inf:
+            raise UsageError(f"a zone rule above a saving needs saving_s > 0, not {self.saving_s!r}")
+        if self.forward != "above" and self.saving_s:
+            raise UsageError(f"a zone rule {self.forward!r} takes no saving: say 'above'")
+
+    @property
+    def needs_s(self) -> float:
+        """Seconds that a forward has to save: 0.0 for always, infinite for never."""
+        return inf if self.forward == "never" else self.saving_s
+
+
+class Withheld(NamedTuple):
+    """Why an endpoint was passed over: the saving that its zone's rule asks for (infinite: never), and its own.
+
+    Both in seconds; `saves_s` is the expected saving against the best endpoint that was let in, below 0 when it costs.
+    """
+
+    needs_s: float
+    saves_s: float
+
+    def text(self, source: str, to: str) -> str:
+        """Return it in words, for a forward from `source` to `to`."""
+        pair = f"zone {source}-{to or '(unknown)'}"
+        if self.needs_s == inf:
+            return f"{pair}: never"
+        return f"{pair}: saves {1000 * self.saves_s:.0f} ms, needs {1000 * self.needs_s:.0f} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Zones:
+    """Rules by ordered pair of zones, (from, to); `ANY` stands for any zone. Without a rule: always.
+
+    Raises `UsageError` for what is no pair of labels.
+    """
+
+    rules: Mapping[tuple[str, str], ZoneRule] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", dict(self.rules))
+        for pair in self.rules:
+            if len(pair) != 2:
+                raise UsageError(f"a zone rule is for a pair of zones, not {pair!r}")
+            for label in pair:
+                if label != ANY:
+                    checked(label)
+                if not label:
+                    raise UsageError(f'a zone rule names two zones, "{ANY}" for any: a zone that is not known is any')
+
+    def __bool__(self) -> bool:
+        return bool(self.rules)
+
+    def rule(self, source: str, to: str) -> ZoneRule:
+        """Return the rule for a forward from `source` to `to`. O(1); O(rules) where `to` is not known."""
+        if to in ("", ANY):
+            named = {b for _, b in self.rules} - {ANY, source}
+            own = self.rules.get((source, source), _ALWAYS)
+            return max((own, self._among(source, ANY), *(self._among(source, b) for b in named)), key=_strictness)
+        if source == to:
+            return self.rules.get((source, to), _ALWAYS)
+        return self._among(source, to)
+
+    def _among(self, source: str, to: str) -> ZoneRule:
+        """The rule between two different zones."""
+        for pair in ((source, to), (source, ANY), (ANY, to), (ANY, ANY)):
+            rule = self.rules.get(pair)
+            if rule is not None:
+                return rule
+        return _ALWAYS
+
+
+class Gate:
+    """The rules as they are for a node of one zone, looked up by target and counted."""
+
+    def __init__(self, zone: str, zones: Zones, counters: Counter[str]) -> None:
+        self.zone = zone
+        self._zones = zones
+        self._counters = counters
+        self._needs: dict[str, float] = {}
+        self._counted: set[str] = set()
+
+    def needs_s(self, to: str) -> float:
+        """Return the seconds that a forward to a zone has to save; infinite: never. O(1)."""
+        needs = self._needs.get(to)
+        if needs is None:
+            if len(self._needs) >= MAX_KEPT:
+                self._needs.clear()
+            needs = self._needs[to] = self._zones.rule(self.zone, to).needs_s
+        return needs
+
+    def forwarded(self, to: str) -> None:
+        """Count an attempt that goes to a zone."""
+        self._counters[f"zone_forwards_{self._label(to)}"] += 1
+
+    def withheld(self, rule: str, to: str) -> None:
+        """Count a prompt that might have been quicker in a zone to which it does not go."""
+        self._counters[f"zone_withheld_{rule}_{self._label(to)}"] += 1
+
+    def _label(self, to: str) -> str:
+        if to not in self._counted:
+            if len(self._counted) >= MAX_COUNTED:
+                return ANY
+            self._counted.add(to)
+        return to
+
+
+def checked(zone: str) -> str:
+    """Return a node's label. Raises `UsageError` for one that cannot be."""
+    try:
+        fits = isinstance(zone, str) and len(zone.encode()) <= 40 and zone != ANY
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        raise UsageError(f"a zone is a label of at most 40 bytes, and not {ANY!r}; got {zone!r}")
+    return zone
+
+
+def _strictness(rule: ZoneRule) -> float:
+    return rule.needs_s
+
+
+_ALWAYS = ZoneRule()

@@ -1,0 +1,1 @@
+"""Sessions over placements of a model's blocks, in virtual time."""

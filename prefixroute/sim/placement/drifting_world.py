@@ -1,0 +1,244 @@
+"""The online planner in a world that changes: congestion comes and goes, servers slow down, leave and join, load jumps.
+
+Rules:
+1. The world's times are the truth; the planner sees them only through measurements, with noise, of requests that ended.
+2. Requests start in the order in which slots really come free, whatever the planner expected.
+3. A request that loses a server begins anew, and its first arrival counts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from prefixroute.plan import Booking, Hop, OnlinePlanner, OnlineSettings, Problem, Span
+
+from .sessions import Ask, Done
+
+TICK_S = 1.0
+LOAD_S_PER_BLOCK = 2.0
+NOISE = 0.05
+PING_S = 10.0
+GIVE_UP_S = 3600.0
+
+
+class Change(NamedTuple):
+    """Something that happens: at `at_s` the round trips or the speed of servers are multiplied, or servers leave.
+
+    "congest" multiplies round trips between every client and these servers, "slow" their block times; 1.0 ends it.
+    """
+
+    at_s: float
+    kind: Literal["congest", "slow", "leave"]
+    servers: tuple[int, ...]
+    factor: float = 1.0
+
+
+class Story(NamedTuple):
+    """How requests fared (in the order of arrival, those served), and what the planner did."""
+
+    done: list[tuple[Ask, Done]]
+    unserved: int
+    restarts: int
+    moves: list[tuple[float, int, int]]
+    """(when begun, server, blocks loaded)."""
+    gaps_s: float
+    """Seconds in which some block was on no serving server."""
+    decided_s: list[float]
+    """When servers were told to drain, or to load at once."""
+
+
+class _Session(NamedTuple):
+    ask: Ask
+    booking: Booking
+
+
+class ChangingWorld:
+    """One run. `adapt=False` keeps the placement and costs that it began with; routing still sees what is booked."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        requests_per_s: float,
+        asks: Sequence[Ask],
+        changes: Sequence[Change],
+        seed: int,
+        adapt: bool = True,
+        settings: OnlineSettings | None = None,
+        spans: Sequence[Span | None] | None = None,
+    ) -> None:
+        self.planner = OnlinePlanner(problem, requests_per_s, 0.0, settings, spans)
+        self._truth = problem
+        self._rtt = np.ones(problem.servers)
+        self._speed = np.ones(problem.servers)
+        self._gone: set[int] = set()
+        self._adapt = adapt
+        self._rng = random.Random(seed)
+        self._events: list[tuple[float, int, str, object]] = []
+        self._count = 0
+        self._waiting: list[_Session] = []
+        self._running: dict[int, _Session] = {}
+        self._ends_as: dict[int, Done] = {}
+        self._used = [0] * problem.servers
+        self._story = Story([], 0, 0, [], 0.0, [])
+        for ask in asks:
+            self._at(ask.at_s, "ask", ask)
+        for change in changes:
+            self._at(change.at_s, "change", change)
+        self._left = len(asks)
+        self._at(TICK_S, "tick", None)
+
+    def run(self) -> Story:
+        """Run until every request is served, or given up since nothing will serve it."""
+        last = max((at for at, _, kind, _ in self._events if kind != "tick"), default=0.0)
+        unserved = restarts = 0
+        gaps_s = 0.0
+        while self._events and self._left:
+            now, _, kind, what = heapq.heappop(self._events)
+            if now > last + GIVE_UP_S:
+                unserved = self._left
+                break
+            if kind == "ask":
+                assert isinstance(what, Ask)
+                self._ask(what, now)
+            elif kind == "again":
+                assert isinstance(what, Ask)
+                self._ask(what, now, again=True)
+            elif kind == "end":
+                assert isinstance(what, int)
+                self._end(what, now)
+            elif kind == "change":
+                assert isinstance(what, Change)
+                restarts += self._change(what, now)
+            elif kind == "loaded":
+                assert isinstance(what, int)
+                if what not in self._gone:
+                    self.planner.moved(what)
+            elif kind == "tick":
+                gaps_s += TICK_S * self._has_gap()
+                self._tick(now)
+                self._at(now + TICK_S, "tick", None)
+            self._start(now)
+        done = sorted(self._story.done, key=lambda pair: pair[0])
+        return self._story._replace(done=done, unserved=unserved, restarts=restarts, gaps_s=gaps_s)
+
+    def _at(self, at_s: float, kind: str, what: object) -> None:
+        heapq.heappush(self._events, (at_s, self._count, kind, what))
+        self._count += 1
+
+    def _ask(self, ask: Ask, now: float, again: bool = False) -> None:
+        routed = self.planner.route(ask.client, now, again)
+        if routed is None:
+            self._at(now + TICK_S, "again", ask)
+            return
+        self._waiting.append(_Session(ask, routed.booking))
+
+    def _start(self, now: float) -> None:
+        """Start every waiting request that finds slots on its whole chain, the oldest first."""
+        slots = self._truth.slots(self.planner.spans)
+        still = []
+        for session in self._waiting:
+            hops = session.booking.hops
+            if any(self._used[hop.server] + hop.blocks > slots[hop.server] for hop in hops):
+                still.append(session)
+                continue
+            for hop in hops:
+                self._used[hop.server] += hop.blocks
+            first_s, whole_s = self._times(session.ask.client, hops)
+            self._running[session.booking.session] = session
+            waited = now - session.ask.at_s
+            self._at(now + whole_s, "end", session.booking.session)
+            self._ends_as[session.booking.session] = Done(waited, waited + first_s, waited + whole_s)
+        self._waiting = still
+
+    def _times(self, client: int, hops: Sequence[Hop]) -> tuple[float, float]:
+        truth, further = self._truth, self._truth.output_tokens - 1
+        first = whole = truth.setup_ms
+        for server, blocks in hops:
+            extra = float(truth.rtt_ms[client, server]) * (float(self._rtt[server]) - 1)
+            prompt = float(truth.prompt_rtt_ms[client, server]) + extra
+            token = float(truth.rtt_ms[client, server]) + extra
+            slow = float(self._speed[server])
+            first += prompt + slow * float(truth.prefill_ms[server]) * blocks
+            whole += prompt + slow * float(truth.prefill_ms[server]) * blocks
+            whole += further * (token + slow * float(truth.decode_ms[server]) * blocks)
+        return first / 1000, whole / 1000
+
+    def _end(self, number: int, now: float) -> None:
+        session = self._running.pop(number, None)
+        if session is None:
+            return
+        self._story.done.append((session.ask, self._ends_as.pop(number)))
+        self._left -= 1
+        self.planner.finished(session.booking)
+        for server, blocks in session.booking.hops:
+            self._used[server] -= blocks
+            if self._adapt:
+                rtt = float(self._truth.rtt_ms[session.ask.client, server]) * float(self._rtt[server])
+                work = float(self._truth.decode_ms[server]) * float(self._speed[server])
+                self.planner.observe_link(session.ask.client, server, rtt * self._noise(), now)
+                self.planner.observe_server(server, work * self._noise(), now)
+
+    def _noise(self) -> float:
+        return math.exp(self._rng.gauss(0.0, NOISE))
+
+    def _change(self, change: Change, now: float) -> int:
+        """Let it happen; return how many requests begin anew."""
+        if change.kind == "congest":
+            self._rtt[list(change.servers)] = change.factor
+        elif change.kind == "slow":
+            self._speed[list(change.servers)] = change.factor
+        else:
+            lost = {booking.session for server in change.servers for booking in self.planner.leave(server, now)}
+            self._gone |= set(change.servers)
+            again = [session for number, session in self._running.items() if number in lost]
+            for session in again:
+                del self._running[session.booking.session]
+                for server, blocks in session.booking.hops:
+                    self._used[server] -= blocks
+            waiting = [session for session in self._waiting if session.booking.session in lost]
+            self._waiting = [session for session in self._waiting if session.booking.session not in lost]
+            for session in (*again, *waiting):
+                self._at(now, "again", session.ask)
+            return len(again)
+        return 0
+
+    def _tick(self, now: float) -> None:
+        if not self._adapt:
+            return
+        if now % PING_S < TICK_S:
+            self._ping(now)
+        before = self.planner.moving
+        moves = self.planner.tick(now)
+        if self.planner.moving - before:
+            self._story.decided_s.append(now)
+        for move in moves:
+            self._story.moves.append((now, move.server, move.loaded_blocks))
+            self._at(now + LOAD_S_PER_BLOCK * move.loaded_blocks, "loaded", move.server)
+        moving = self.planner.moving
+        displaced = [s for s in self._waiting if any(hop.server in moving for hop in s.booking.hops)]
+        for session in displaced:
+            self._waiting.remove(session)
+            self.planner.finished(session.booking)
+        for session in displaced:
+            self._ask(session.ask, now, again=True)
+
+    def _ping(self, now: float) -> None:
+        """Measure every link, used or not: one that was congested would else never be tried again."""
+        for client in range(self._truth.clients):
+            for server in range(self._truth.servers):
+                if server not in self._gone:
+                    rtt = float(self._truth.rtt_ms[client, server]) * float(self._rtt[server])
+                    self.planner.observe_link(client, server, rtt * self._noise(), now)
+
+    def _has_gap(self) -> bool:
+        held = np.zeros(self._truth.blocks, bool)
+        for span in self.planner.serving():
+            if span is not None:
+                held[span.first - 1 : span.end - 1] = True
+        return not held.all()

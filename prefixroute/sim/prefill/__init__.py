@@ -1,0 +1,1 @@
+"""Two clusters that share prefill, in virtual time."""

@@ -1,0 +1,1 @@
+"""Policies over workloads: real nodes, modelled engines, virtual time."""
