@@ -33,10 +33,11 @@ from figures import Row, chosen, json_option, publish
 from numpy.typing import NDArray
 
 from prefixroute import BlocksStored, Domain, EngineBatch, Node, NodeSettings, Outcome
-from prefixroute.keys.rice import Keys, decode_sorted, encode_sorted
-from prefixroute.replication.replica import Change, WriterSet
-from prefixroute.replication.transfer import Debt, cut
+from prefixroute.keys.keyset import Keys
+from prefixroute.keys.rice import decode_sorted, encode_sorted
+from prefixroute.replication.sending import Debt, cut
 from prefixroute.replication.wire import KEY_LIMIT, Message, Update, overhead_bytes
+from prefixroute.replication.writer_set import Change, WriterSet
 from prefixroute.routing.index import MergedIndex
 
 BLOCK = 16

@@ -38,12 +38,12 @@ from gossip_fleet import DOMAIN, GIVE_UP_S, Fleet
 from prefixroute import BlocksStored, EngineBatch, Node, NodeSettings
 from prefixroute.aio import Driver, UdpTransport
 from prefixroute.endpoint.anchors import choose_stride, expected_anchors
-from prefixroute.keys.changes import Changes
+from prefixroute.keys.keyset import Changes
 from prefixroute.keys.rice import encode_sorted
 from prefixroute.replication.gossip import Gossip
-from prefixroute.replication.replica import OwnedSet
-from prefixroute.replication.tempo import GossipSettings
+from prefixroute.replication.gossip_settings import GossipSettings
 from prefixroute.replication.wire import KEY_LIMIT
+from prefixroute.replication.writer_set import OwnedSet
 
 BLOCK = 16
 BLOCKS = 100_000

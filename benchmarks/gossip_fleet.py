@@ -15,12 +15,12 @@ from collections import Counter, deque
 import numpy as np
 
 from prefixroute import Domain
-from prefixroute.keys.changes import Changes
+from prefixroute.keys.keyset import Changes
 from prefixroute.keys.rice import encode_sorted
 from prefixroute.replication.gossip import Gossip
-from prefixroute.replication.replica import OwnedSet
-from prefixroute.replication.tempo import GossipSettings
+from prefixroute.replication.gossip_settings import GossipSettings
 from prefixroute.replication.wire import KEY_LIMIT, decode, encode_part
+from prefixroute.replication.writer_set import OwnedSet
 
 DOMAIN = Domain("bench", "bench", 16, secret=b"bench")
 DELAY_S = 0.002

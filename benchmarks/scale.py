@@ -36,10 +36,10 @@ from figures import Row, publish
 
 from prefixroute import Domain, Node, NodeSettings, Outcome, TokenChain
 from prefixroute.endpoint.anchors import choose_stride, expected_anchors
-from prefixroute.keys.changes import Changes
+from prefixroute.keys.keyset import Changes
 from prefixroute.replication.gossip import Gossip
-from prefixroute.replication.replica import OwnedSet
 from prefixroute.replication.wire import KEY_LIMIT
+from prefixroute.replication.writer_set import OwnedSet
 
 BLOCK, PROMPT_BLOCKS, PROMPTS = 16, 512, 8
 DOMAIN = Domain("bench", "bench", BLOCK, secret=b"bench")

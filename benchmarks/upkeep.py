@@ -29,11 +29,10 @@ from digest import DOMAIN, random_keys
 from figures import Row, chosen, json_option, publish
 
 from prefixroute import BlocksStored, EngineBatch, Node, NodeSettings
-from prefixroute.keys.changes import Changes
-from prefixroute.keys.rice import Keys
+from prefixroute.keys.keyset import Changes, Keys
 from prefixroute.node import SEND_BYTES
 from prefixroute.replication.gossip import Datagram, Gossip
-from prefixroute.replication.replica import OwnedSet
+from prefixroute.replication.writer_set import OwnedSet
 from prefixroute.routing.index import MergedIndex
 
 KEY_US, CALL_MS = 1.0, 5.0

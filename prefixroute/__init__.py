@@ -30,16 +30,17 @@ from .keys.domain import Domain
 from .keys.tenants import EVERYBODY, Tenants
 from .load import LoadReport, PushBackSettings, PushBackState
 from .node import Node
-from .policy.policy import POLICIES, Choice, GreedyCost, LeastLoad, LongestMatch, NoRouting, Policy, RentOrBuy, Request
+from .policy.baselines import GreedyCost, LeastLoad, LongestMatch, NoRouting
+from .policy.interface import Candidate, Choice, Policy, Request, Withheld
+from .policy.rent_or_buy import POLICIES, RentOrBuy
 from .replication.gossip import Datagram
 from .residency.mirror import Residency
-from .routing.accuracy import Accuracy
-from .routing.decision import Decision, Explanation, Outcome, OutcomeKind
-from .routing.standing import Candidate
-from .routing.zones import Withheld, ZoneRule, Zones
+from .routing.decision import Decision, Outcome, OutcomeKind
+from .routing.explain import Explanation
+from .routing.trust import Accuracy
+from .routing.zones import ZoneRule, Zones
 from .settings import NodeSettings
-from .stats import Digest, EndpointStats, NodeStats, RoundTrip
-from .tallies import TenantStats
+from .stats import Digest, EndpointStats, NodeStats, RoundTrip, TenantStats
 
 __version__ = "0.1.0"
 

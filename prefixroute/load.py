@@ -17,7 +17,6 @@ from math import inf
 from typing import NamedTuple
 
 from .errors import UsageError
-from .replication.wire import LoadWire
 
 DEFAULT_PREFILL_TOKENS_PER_S = 8000.0
 """A mid-size model on one current accelerator; used while no endpoint is known to have another rate."""
@@ -86,52 +85,6 @@ class Advert(NamedTuple):
             return max(0.0, self.report.capacity_tokens - self.held_tokens)
         return inf if self.eviction_age_s == inf else 0.0
 
-    def to_wire(self) -> LoadWire:
-        """Return the form that travels in a vector."""
-        r = self.report
-        return LoadWire(
-            _capped(r.running, 32),
-            _capped(r.waiting, 32),
-            _capped(r.queued_tokens, 63),
-            _capped(r.prefill_tokens_per_s, 32),
-            _capped(r.overhead_s * 1e6, 32),
-            _capped(r.capacity_tokens, 63),
-            round(r.kv_used * 100),
-            int(self.state),
-            _capped(self.ttl_s * 1000, 32),
-            # An engine's words may hold half a surrogate pair, which no encoder takes.
-            r.reason[:64].encode("utf-8", "replace").decode(),
-            _capped(self.hit_unit, 32),
-            round(self.confidence * 100),
-            _capped(self.held_tokens, 63),
-            max(1, _capped(self.eviction_age_s * 1000, 32)) if self.eviction_age_s < inf else 0,
-            _capped(self.arrivals_per_s * 1000, 32),
-        )
-
-    @classmethod
-    def from_wire(cls, wire: LoadWire) -> Advert:
-        """Return what a vector's entry says."""
-        report = LoadReport(
-            wire.running,
-            wire.waiting,
-            wire.queued_tokens,
-            float(wire.prefill_tokens_per_s),
-            wire.overhead_us / 1e6,
-            wire.kv_used_percent / 100,
-            wire.capacity_tokens,
-            wire.state == PushBackState.REFUSING,
-            wire.reason,
-        )
-        state = PushBackState(wire.state)
-        age_s = wire.eviction_age_ms / 1000 if wire.eviction_age_ms else inf
-        confidence = wire.confidence_percent / 100
-        arrivals = wire.arrivals_per_ks / 1000
-        return cls(report, state, wire.ttl_ms / 1000, wire.hit_unit, confidence, wire.held_tokens, age_s, arrivals)
-
-
-def _capped(value: float, bits: int) -> int:
-    return min(round(value), (1 << bits) - 1)
-
 
 @dataclass(frozen=True, slots=True)
 class PushBackSettings:
@@ -148,37 +101,6 @@ class PushBackSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.leave_s < self.enter_s or self.ttl_s <= 0:
             raise UsageError("push-back needs 0 <= leave_s < enter_s and ttl_s > 0")
-
-
-class PushBack:
-    """One endpoint's push-back, with hysteresis."""
-
-    __slots__ = ("_refused_until", "_settings", "reason", "state")
-
-    def __init__(self, settings: PushBackSettings) -> None:
-        self._settings = settings
-        self._refused_until = float("-inf")
-        self.state = PushBackState.OPEN
-        self.reason = ""
-
-    def update(self, work_s: float, report: LoadReport, now: float) -> bool:
-        """Take the endpoint's queue work in seconds and its report; return whether the state changed."""
-        before = self.state
-        if report.refusing:
-            self._refused_until = now + self._settings.ttl_s
-            self.reason = report.reason or "the engine refuses"
-        if now < self._refused_until:
-            self.state = PushBackState.REFUSING
-        elif work_s >= self._settings.enter_s:
-            self.state, self.reason = PushBackState.OVERLOADED, f"queue of {work_s:.1f} s"
-        elif work_s <= self._settings.leave_s or before is PushBackState.REFUSING:
-            self.state, self.reason = PushBackState.OPEN, ""
-        return self.state is not before
-
-    def refuse(self, reason: str, until: float) -> None:
-        """Note that the engine turned a request away: it refuses until then."""
-        self._refused_until = max(until, self._refused_until)
-        self.reason = reason or "the engine refused a request"
 
 
 class RateEstimate:
@@ -235,50 +157,3 @@ def learnt(report: LoadReport, estimate: RateEstimate) -> LoadReport:
     return replace(
         report, prefill_tokens_per_s=rate or report.prefill_tokens_per_s, overhead_s=overhead or report.overhead_s
     )
-
-
-class Suspension:
-    """Whether forwards to an endpoint are suspended because they fail. Heartbeats do not lift it.
-
-    The first failure suspends for `first_s`, each further one doubles that up to `most_s`; when the pause is over one
-    trial is let through, and its success ends the suspension.
-    """
-
-    __slots__ = ("_failed_at", "_first_s", "_most_s", "_trial_at", "failures")
-
-    def __init__(self, first_s: float = 1.0, most_s: float = 60.0) -> None:
-        self._first_s = first_s
-        self._most_s = most_s
-        self._failed_at = float("-inf")
-        self._trial_at = float("-inf")
-        self.failures = 0
-
-    def blocks(self, now: float) -> bool:
-        """Whether forwards must not go there now."""
-        return self.failures > 0 and now < self._trial_at
-
-    def sent(self, now: float) -> None:
-        """Note that a forward goes out: while the endpoint is suspended it is the trial, and no second one follows."""
-        if self.failures:
-            self._trial_at = now + self._pause_s()
-
-    def failed(self, sent_at: float, now: float) -> bool:
-        """Note a forward, sent at `sent_at`, that failed or timed out; return whether that is news.
-
-        When a node dies all that is under way fails at once: what was sent before the last failure says nothing new.
-        """
-        if self.failures and sent_at <= self._failed_at:
-            return False
-        self.failures += 1
-        self._failed_at = now
-        self._trial_at = now + self._pause_s()
-        return True
-
-    def served(self) -> bool:
-        """Note a forward that was served; return whether that ended a suspension."""
-        ended, self.failures = self.failures > 0, 0
-        return ended
-
-    def _pause_s(self) -> float:
-        # An endpoint can fail for ever; beyond 2**60 there is nothing to double.
-        return min(self._first_s * 2.0 ** min(self.failures - 1, 60), self._most_s)

@@ -38,23 +38,24 @@ from .events import (
 )
 from .keys.chain import STRIDE, ChainSpec, TokenChain, wire_key
 from .keys.chain_memo import ChainMemo
-from .keys.changes import Changes
 from .keys.domain import Domain, checked_secrets
-from .keys.rice import Keys
+from .keys.keyset import Changes, Keys
+from .keys.names import checked_name, owner_of
 from .load import LoadReport
-from .policy.policy import Policy, RentOrBuy
-from .replication.copies import Copy, owner_of
+from .policy.interface import Policy
+from .policy.rent_or_buy import RentOrBuy
+from .replication.copies import Copy
 from .replication.gossip import Datagram, Gossip
 from .replication.members import MAX_HEARSAY
 from .residency.mirror import Residency
-from .routing.decision import Decision, Explanation, Outcome
+from .routing.decision import Decision, Outcome
+from .routing.explain import Explanation
 from .routing.index_feed import Upkeep
 from .routing.router import Flight, Hooks, Router
 from .routing.standing import Standing
 from .routing.zones import Gate
 from .settings import NodeSettings
-from .stats import Digest, NodeStats, round_trips, row_of
-from .tallies import Tallies
+from .stats import Digest, NodeStats, Tallies, round_trips, row_of
 
 SEND_BYTES = 16384
 """Of an answer so much is encoded at once, or one datagram that is larger: 2 ms."""
@@ -80,7 +81,7 @@ class Node:
         policy: Policy | None = None,
         secrets: Sequence[bytes] = (),
     ) -> None:
-        self.node = _name(node)
+        self.node = checked_name(node)
         self.domain = domain
         self.settings = settings or NodeSettings()
         self.counters: Counter[str] = Counter()
@@ -131,7 +132,7 @@ class Node:
         `incarnation` orders the lives of the endpoint's process: wall-clock nanoseconds at its start will do, since an
         owner that meets a later one of itself moves past it. `url` is where peers forward to, opaque here.
         """
-        endpoint = f"{self.node}/{_name(name)}"
+        endpoint = f"{self.node}/{checked_name(name)}"
         if endpoint in self._locals:
             raise UsageError(f"endpoint {endpoint!r} was added already")
         if not isinstance(incarnation, int) or not 0 < incarnation <= MAX_HEARSAY:
@@ -168,7 +169,7 @@ class Node:
         if node == self.node:
             raise UsageError("a node is no peer of itself")
         self._begin(now)
-        self._gossip.members.add_peer(_name(node), address, now)
+        self._gossip.members.add_peer(checked_name(node), address, now)
         self._follow_copies(now)
 
     def remove_peer(self, node: str, now: float) -> None:
@@ -490,10 +491,3 @@ class Node:
             else:
                 expected[endpoint] = set(copy.keys.tolist())
         self._upkeep._check(expected)
-
-
-def _name(text: str) -> str:
-    """Check a node's or endpoint's name."""
-    if not isinstance(text, str) or not 0 < len(text) <= 40 or "/" in text:
-        raise UsageError(f"a name has 1 to 40 characters and no slash, not {text!r}")
-    return text

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from .errors import UsageError
 from .load import PushBackSettings
-from .replication.tempo import GossipSettings
+from .replication.gossip_settings import GossipSettings
 from .routing.zones import Zones
 
 

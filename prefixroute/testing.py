@@ -32,9 +32,8 @@ from .keys.chain import pack_tokens
 from .keys.domain import Domain
 from .load import PushBackState
 from .node import Node
-from .policy.policy import Policy, Request
+from .policy.interface import Candidate, Policy, Request
 from .residency.mirror import Residency
-from .routing.standing import Candidate
 
 
 def candidate(

@@ -15,12 +15,13 @@ from prefixroute_zmq import endpoint_of_rank
 
 from prefixroute import Domain, NodeSettings, PushBackSettings, ZoneRule, Zones
 from prefixroute.errors import UsageError
-from prefixroute.policy import Policy, policy
+from prefixroute.policy import POLICIES as POLICY_TYPES
+from prefixroute.policy import Policy
 
 from .tenant_config import TenantsConfig, check_tenants
 
 DEFAULT_POLICY = "default"
-POLICIES = (DEFAULT_POLICY, *policy.POLICIES)
+POLICIES = (DEFAULT_POLICY, *POLICY_TYPES)
 """Words for `SidecarConfig.policy`."""
 
 GOOD_SECRET_BYTES = 16
@@ -239,7 +240,7 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
 
 def make_policy(name: str) -> Policy | None:
     """The policy of a word of POLICIES; None for the node's own default."""
-    return None if name == DEFAULT_POLICY else policy.POLICIES[name]()
+    return None if name == DEFAULT_POLICY else POLICY_TYPES[name]()
 
 
 def load_config(path: Path) -> SidecarConfig:

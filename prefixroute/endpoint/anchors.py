@@ -17,11 +17,8 @@ from math import log2
 from typing import Protocol
 
 from ..errors import UsageError
-from ..keys.chain import STRIDE, WIRE_BITS, wire_key
-from ..keys.changes import Changes
-
-ANCHOR_STRIDES = (1, 2, 4, 8, 16, 32)
-"""Powers of two that divide the chain's stride: anchors of any two endpoints meet at the deeper one's depths."""
+from ..keys.chain import ANCHOR_STRIDES, STRIDE, WIRE_BITS, wire_key
+from ..keys.keyset import Changes
 
 assert ANCHOR_STRIDES[-1] == STRIDE
 

@@ -27,17 +27,17 @@ from ..events import (
     StreamRestarted,
 )
 from ..keys.chain import TokenChain
-from ..keys.changes import Changes
 from ..keys.domain import Domain
-from ..load import Advert, LoadReport, PushBack, PushBackSettings, PushBackState, learnt
+from ..keys.keyset import Changes
+from ..load import Advert, LoadReport, PushBackSettings, PushBackState, learnt
 from ..replication.copies import Copy
-from ..replication.replica import OwnedSet
+from ..replication.writer_set import OwnedSet
 from ..residency.mirror import Residency
 from ..routing.standing import Standing
 from .history import RoutingHistory
 from .portions import is_small, portions
-from .promises import Promise
-from .publisher import Publisher
+from .publisher import Promise, Publisher
+from .push_back import PushBack
 
 SILENT_AFTER = 16
 """Prompts of two blocks or more served without one engine event, after which the stream is taken for dead."""

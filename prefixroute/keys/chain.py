@@ -331,3 +331,7 @@ class ChainCursor:
             self.depth += len(part)
             self.key = keys[-1]
         return keys
+
+
+ANCHOR_STRIDES = (1, 2, 4, 8, 16, 32)
+"""Powers of two that divide the chain's stride: anchors of any two endpoints meet at the deeper one's depths."""

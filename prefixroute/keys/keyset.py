@@ -1,4 +1,4 @@
-"""Sorted arrays of wire keys as sets: what two differ in, and what a change makes of one.
+"""Sets of keys: sorted arrays of wire keys, what two of them differ in, net changes, and the checksum of a set.
 
 Rules:
 1. Arrays ascend strictly, and are replaced, never written: who holds one holds a snapshot.
@@ -7,18 +7,22 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Iterable
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .rice import MAX_UNIVERSE, Keys
+Keys: TypeAlias = NDArray[np.uint64]
+"""Integers, strictly ascending."""
 
 NO_KEYS: Keys = np.empty(0, np.uint64)
 
 _ONE = np.uint64(1)
 
-assert MAX_UNIVERSE <= 1 << 63, "a key leaves a bit for the side that it is of"
+MAX_UNIVERSE = 1 << 56
+"""Keys are below it: one bit is left for the side that a key is of, and `rice` reads remainders eight bytes at a time
+from any bit on, which leaves 57 bits."""
 
 
 class Difference(NamedTuple):
@@ -78,3 +82,58 @@ def after(first: Difference, then: Difference) -> Difference:
     """Return what two net changes come to, one after the other; each is (added, removed)."""
     back, gone = difference(first.right, then.left), difference(first.left, then.right)
     return Difference(merge(gone.left, back.right), merge(back.left, gone.right))
+
+
+class Changes(NamedTuple):
+    """Keys that entered a set and keys that left it, net: a key that came and went again is in neither."""
+
+    added: set[int]
+    removed: set[int]
+
+    def gain(self, key: int) -> None:
+        """Note that `key` entered the set."""
+        if key in self.removed:
+            self.removed.remove(key)
+        else:
+            self.added.add(key)
+
+    def lose(self, key: int) -> None:
+        """Note that `key` left the set."""
+        if key in self.added:
+            self.added.remove(key)
+        else:
+            self.removed.add(key)
+
+    def gain_all(self, keys: Iterable[int]) -> None:
+        """Note that `keys`, each once, entered the set."""
+        if not self.removed:
+            self.added.update(keys)
+            return
+        entered = set(keys)
+        back = entered & self.removed
+        self.removed.difference_update(back)
+        self.added.update(entered - back)
+
+    def lose_all(self, keys: Iterable[int]) -> None:
+        """Note that `keys`, each once, left the set."""
+        if not self.added:
+            self.removed.update(keys)
+            return
+        left = set(keys)
+        back = left & self.added
+        self.added.difference_update(back)
+        self.removed.update(left - back)
+
+
+def checksum(keys: Keys) -> int:
+    """Order-free 64-bit checksum of a set of wire keys: the sum of their mixes. O(n), 3 ns a key."""
+    return int(_mix(keys).sum(dtype=np.uint64)) if len(keys) else 0
+
+
+def _mix(keys: Keys) -> Keys:
+    """The splitmix64 finaliser (Steele, Lea, Flood, OOPSLA 2014)."""
+    x = keys + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Keys = x ^ (x >> np.uint64(31))
+    return mixed

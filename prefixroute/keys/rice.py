@@ -20,20 +20,14 @@ Cost: 4.11 bytes a key at 100,000 keys of 48 bits (log2(universe / n) + 1.58 bit
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DecodeError
-
-Keys: TypeAlias = NDArray[np.uint64]
-"""Integers, strictly ascending."""
+from .keyset import Keys
 
 COUNT_BYTES = 4
 HEADER_BYTES = 2 * COUNT_BYTES
-MAX_UNIVERSE = 1 << 56
-"""Remainders are read eight bytes at a time from any bit on, which leaves 57 bits."""
 
 
 def rice_parameter(universe: int, n: int) -> int:

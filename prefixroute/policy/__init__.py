@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from .policy import (
-    POLICIES,
-    Choice,
-    GreedyCost,
-    LeastLoad,
-    LongestMatch,
-    NoRouting,
-    Policy,
-    RentOrBuy,
-    Request,
-)
+from .baselines import GreedyCost, LeastLoad, LongestMatch, NoRouting
+from .interface import Choice, Policy, Request
+from .rent_or_buy import POLICIES, RentOrBuy
 
 __all__ = [
     "POLICIES",

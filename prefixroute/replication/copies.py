@@ -13,11 +13,11 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from ..load import Advert, LoadReport
+from .assembly import Assembly
 from .limits import Limits
 from .replay_window import Window
-from .replica import OwnedSet, WriterSet
-from .transfer import Assembly
-from .wire import LAST_BEAT, MARK_MASK, LoadWire, VectorEntry, Want
+from .wire import LAST_BEAT, MARK_MASK, LoadWire, VectorEntry, Want, load_from_wire, load_to_wire
+from .writer_set import OwnedSet, WriterSet
 
 
 class Rhythm:
@@ -137,7 +137,7 @@ class Copy:
         self.heard_at = now
         self.rhythm = Rhythm()
         self.advert = Advert(LoadReport())
-        self.load_wire = self.advert.to_wire()
+        self.load_wire = load_to_wire(self.advert)
         self.revision = 0
         self.load_at = now
         """When the load that is held was last known to be the owner's."""
@@ -174,11 +174,11 @@ class Copy:
 
     def take_load(self, wire: LoadWire, revision: int) -> None:
         """Hold a later load."""
-        self.load_wire, self.revision, self.advert = wire, revision, Advert.from_wire(wire)
+        self.load_wire, self.revision, self.advert = wire, revision, load_from_wire(wire)
 
     def renew_load(self) -> bool:
         """Step an own load's revision if the advert differs from what was last told; return whether it did."""
-        wire = self.advert.to_wire()
+        wire = load_to_wire(self.advert)
         if wire == self.load_wire:
             return False
         self.load_wire = wire
@@ -199,12 +199,6 @@ class Copy:
             self.load_wire if with_load else None,
             want,
         )
-
-
-def owner_of(endpoint: str) -> str:
-    """Return the node of an endpoint named "node/name"; "" if its name has another form."""
-    node, _, name = endpoint.partition("/")
-    return node if name else ""
 
 
 def _age_ms(age_s: float) -> int:

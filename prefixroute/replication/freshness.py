@@ -31,8 +31,8 @@ from typing import NamedTuple
 from cachetools import LRUCache
 
 from .copies import Peer
+from .gossip_settings import GossipSettings
 from .replay_window import Window
-from .tempo import GossipSettings
 from .wire import Kind, Message, Stamp
 
 MAX_WAITING_BYTES = 1 << 20

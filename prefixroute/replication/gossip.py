@@ -33,17 +33,18 @@ from cachetools import LRUCache
 from ..errors import DecodeError, UsageError
 from ..events import DatagramRejected, DomainMismatch, NodeEvent
 from ..keys.domain import Domain
-from ..keys.rice import Keys
-from .burst import Burst
-from .copies import Copy, Peer, owner_of
+from ..keys.keyset import Keys
+from ..keys.names import owner_of
+from .copies import Copy, Peer
 from .freshness import Freshness, Verdict
+from .gossip_settings import GossipSettings
 from .limits import BYTE_S, COPY_S, ENTRY_S, HELD_S, UPDATE_S
 from .members import Members
 from .receiving import Intake
-from .replica import OwnedSet
-from .tempo import GossipSettings, Tempo
-from .transfer import Debt, least_room, owed
+from .sending import Burst, Debt, least_room, owed
+from .tempo import Tempo
 from .wire import Envelope, Kind, Message, VectorEntry, decode, encode, overhead_bytes, verify
+from .writer_set import OwnedSet
 
 REFUSAL_TOLD_S = 60.0
 """The same refusal of a foreign domain is told once in so long."""

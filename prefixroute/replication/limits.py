@@ -27,7 +27,7 @@ from math import inf
 
 from cachetools import LRUCache
 
-from .tempo import GossipSettings
+from .gossip_settings import GossipSettings
 
 MAX_SOURCES = 4096
 """Addresses with a meter of their own; the ones that were quiet longest share one again."""

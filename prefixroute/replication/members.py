@@ -18,11 +18,12 @@ from collections.abc import Callable, Hashable
 from cachetools import LRUCache
 
 from ..events import NodeEvent, PeerChanged, ReplicaChanged
-from ..keys.keyset import NO_KEYS
-from ..keys.rice import Keys
-from .copies import Copy, Left, Peer, owner_of
+from ..keys.keyset import NO_KEYS, Keys
+from ..keys.names import owner_of
+from .copies import Copy, Left, Peer
+from .gossip_settings import GossipSettings
 from .limits import Holdings, Limits
-from .tempo import GossipSettings, Tempo
+from .tempo import Tempo
 from .wire import LAST_BEAT, VectorEntry
 
 MAX_INCARNATION = 2**63 - 1

@@ -13,14 +13,17 @@ from collections.abc import Callable
 
 from ..errors import DecodeError
 from ..events import ReplicaChanged
-from ..keys.keyset import NO_KEYS
-from ..keys.rice import COUNT_BYTES, Keys
-from .copies import Copy, owner_of
+from ..keys.keyset import NO_KEYS, Keys
+from ..keys.names import owner_of
+from ..keys.rice import COUNT_BYTES
+from .acceptance import Verdict, judge
+from .assembly import Arrival, Assembly, decode_keys
+from .copies import Copy
+from .gossip_settings import GossipSettings
 from .members import Members
-from .replica import Change, Verdict, judge
-from .tempo import GossipSettings, Tempo
-from .transfer import Arrival, Assembly, decode_keys
+from .tempo import Tempo
 from .wire import KEY_LIMIT, Update
+from .writer_set import Change
 
 DENSE_KEYS = 256
 """So many keys may be as close together as they like: chance makes small ranges uneven."""

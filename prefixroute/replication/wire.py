@@ -17,14 +17,14 @@ from __future__ import annotations
 from enum import IntEnum
 from hashlib import blake2b
 from hmac import compare_digest
+from math import inf
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from ..errors import DecodeError
 from ..keys.chain import STRIDE, WIRE_BITS
-from ..keys.rice import Keys
+from ..load import Advert, LoadReport, PushBackState
 
 MAGIC = b"PRT2"
 TAG_BYTES = 16
@@ -184,6 +184,49 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
+def load_to_wire(advert: Advert) -> LoadWire:
+    """Return the form of an advert that travels in a vector."""
+    r = advert.report
+    return LoadWire(
+        _capped(r.running, 32),
+        _capped(r.waiting, 32),
+        _capped(r.queued_tokens, 63),
+        _capped(r.prefill_tokens_per_s, 32),
+        _capped(r.overhead_s * 1e6, 32),
+        _capped(r.capacity_tokens, 63),
+        round(r.kv_used * 100),
+        int(advert.state),
+        _capped(advert.ttl_s * 1000, 32),
+        # An engine's words may hold half a surrogate pair, which no encoder takes.
+        r.reason[:64].encode("utf-8", "replace").decode(),
+        _capped(advert.hit_unit, 32),
+        round(advert.confidence * 100),
+        _capped(advert.held_tokens, 63),
+        max(1, _capped(advert.eviction_age_s * 1000, 32)) if advert.eviction_age_s < inf else 0,
+        _capped(advert.arrivals_per_s * 1000, 32),
+    )
+
+
+def load_from_wire(wire: LoadWire) -> Advert:
+    """Return the advert that a vector's entry tells."""
+    report = LoadReport(
+        wire.running,
+        wire.waiting,
+        wire.queued_tokens,
+        float(wire.prefill_tokens_per_s),
+        wire.overhead_us / 1e6,
+        wire.kv_used_percent / 100,
+        wire.capacity_tokens,
+        wire.state == PushBackState.REFUSING,
+        wire.reason,
+    )
+    state = PushBackState(wire.state)
+    age_s = wire.eviction_age_ms / 1000 if wire.eviction_age_ms else inf
+    confidence = wire.confidence_percent / 100
+    arrivals = wire.arrivals_per_ks / 1000
+    return Advert(report, state, wire.ttl_ms / 1000, wire.hit_unit, confidence, wire.held_tokens, age_s, arrivals)
+
+
 def encode_part(part: VectorEntry | Update) -> bytes:
     """Encode one entry or update, so that a sender can weigh it before it picks what fits.
 
@@ -271,21 +314,11 @@ def decode(data: bytes, *secrets: bytes) -> Envelope:
     return Envelope(kind, front[5:13], message, signed)
 
 
-def checksum(keys: Keys) -> int:
-    """Order-free 64-bit checksum of a set of wire keys: the sum of their mixes. O(n), 3 ns a key."""
-    return int(_mix(keys).sum(dtype=np.uint64)) if len(keys) else 0
-
-
-def _mix(keys: Keys) -> Keys:
-    """The splitmix64 finaliser (Steele, Lea, Flood, OOPSLA 2014)."""
-    x = keys + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: Keys = x ^ (x >> np.uint64(31))
-    return mixed
-
-
 def _tag(secret: bytes, front: bytes, body: bytes) -> bytes:
     state = blake2b(front, digest_size=TAG_BYTES, key=secret, person=b"datagram-tag")
     state.update(body)
     return state.digest()
+
+
+def _capped(value: float, bits: int) -> int:
+    return min(round(value), (1 << bits) - 1)

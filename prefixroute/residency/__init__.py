@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .counts import Live, StreamCounts
-from .mirror import Residency
+from .mirror import Live, Residency, StreamCounts
 
 __all__ = ["Live", "Residency", "StreamCounts"]

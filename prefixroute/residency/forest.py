@@ -14,7 +14,7 @@ from math import inf
 
 from ..events import Handle
 from ..keys.chain import TokenChain
-from ..keys.changes import Changes
+from ..keys.keyset import Changes
 from .group import Group
 from .hybrid_hits import Hits
 from .tree import RadixTree

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..events import Handle
-from ..keys.changes import Changes
 from ..keys.hit_marks import ENDS_ONLY, marked, section
+from ..keys.keyset import Changes
 from .group import Group
 from .runs import Span
 from .window_group import Window

@@ -22,7 +22,9 @@ Blocks of 16 that make no run, because they came children first or all are forks
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import inf, lcm
+from typing import NamedTuple
 
 from ..errors import UsageError
 from ..events import (
@@ -42,8 +44,6 @@ from ..events import (
 )
 from ..keys.chain import TOKEN_BYTES, ChainSpec, pack_tokens
 from ..keys.domain import Domain
-from .counts import Live as Live
-from .counts import StreamCounts as StreamCounts
 from .forest import Forest
 from .group import Group
 from .reblock import Reblocker
@@ -498,3 +498,36 @@ def _items(event: BlocksStored, lower: int, upper: int) -> tuple[ContentSpan, ..
     return tuple(
         ContentSpan(item.content_id, item.start - first) for item in event.contents if first <= item.start < end
     )
+
+
+@dataclass(slots=True)
+class StreamCounts:
+    """What a stream has brought so far, in blocks unless the name says otherwise.
+
+    `orphans` came before their parent; `hash_only` came without usable tokens; `inflated` counts the times that more
+    copies were live than the engine has blocks, which proves lost removals. `confirmed` were doubtful or not known when
+    the engine reported them.
+    """
+
+    batches: int = 0
+    events: int = 0
+    stored: int = 0
+    removed: int = 0
+    clears: int = 0
+    unknown_events: int = 0
+    unknown_removals: int = 0
+    hash_only: int = 0
+    orphans: int = 0
+    gaps: int = 0
+    restarts: int = 0
+    inflated: int = 0
+    confirmed: int = 0
+
+
+class Live(NamedTuple):
+    """Live blocks of one (tier, group): distinct handles, and physical copies."""
+
+    tier: str
+    group: int
+    handles: int
+    copies: int

@@ -25,7 +25,7 @@ from itertools import repeat
 from ..errors import UsageError
 from ..events import CPU, GPU
 from ..keys.chain import STRIDE, ChainCursor, ChainSpec, TokenChain
-from ..keys.changes import Changes
+from ..keys.keyset import Changes
 from .edge import Edge
 
 __all__ = ["Changes", "RadixTree"]

@@ -17,8 +17,9 @@ from collections import Counter
 from itertools import islice
 from math import inf
 
-from ..load import Pace, PushBackState, Suspension
+from ..load import Pace, PushBackState
 from .standing import DEFAULT_RTT_S, Send, Standing
+from .trust import Suspension
 from .zones import Gate
 
 LOOKED_DOWN = 64

@@ -24,9 +24,8 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ..endpoint.anchors import ANCHOR_STRIDES
 from ..errors import UsageError
-from ..keys.chain import STRIDE, TokenChain, wire_key
+from ..keys.chain import ANCHOR_STRIDES, STRIDE, TokenChain, wire_key
 from ..keys.hit_marks import ENDS_ONLY, marked, section
 
 DEEPEST = 4

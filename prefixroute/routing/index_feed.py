@@ -22,7 +22,7 @@ from itertools import islice
 
 import numpy as np
 
-from ..keys.rice import Keys
+from ..keys.keyset import Keys
 from .index import MergedIndex
 
 SLICE_KEYS = 4096

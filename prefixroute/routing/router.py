@@ -23,14 +23,14 @@ from typing import NamedTuple
 from ..errors import UsageError
 from ..events import NodeEvent, PeerChanged
 from ..keys.chain import TokenChain
-from ..policy.policy import Policy, Request
+from ..policy.interface import Candidate, Policy, Request, Withheld
 from .decision import Decision, Outcome, OutcomeKind
-from .doubt import MAX_DECLINES
 from .fleet import Fleet
 from .index import DEEPEST, MergedIndex
 from .predictions import Predictions
-from .standing import Candidate, Standing
-from .zones import Gate, Withheld
+from .standing import Standing
+from .trust import MAX_DECLINES
+from .zones import Gate
 
 MAX_FALLBACKS = 3
 MAX_LOCAL = 64

@@ -9,69 +9,20 @@ Rules:
 
 from __future__ import annotations
 
-from math import exp, inf
+from math import exp
 from typing import NamedTuple
 
-from ..load import DEFAULT_PREFILL_TOKENS_PER_S, LoadReport, Pace, PushBackState, RateEstimate, Suspension, learnt
+from ..load import LoadReport, Pace, PushBackState, RateEstimate, learnt
+from ..policy.interface import Candidate
 from ..replication.copies import Copy, Peer
-from .accuracy import Accuracy
-from .doubt import Lateness, Misses
 from .ledger import ArrivalRate, Ledger
-from .zones import Withheld
+from .trust import Accuracy, Lateness, Misses, Suspension
 
 BELIEF = 0.95
 """Share of a remote match that is counted: a digest lags its owner by a round or so."""
 
 DEFAULT_RTT_S = 0.001
 """Network round trip to a peer until it is measured."""
-
-
-class Candidate(NamedTuple):
-    """One endpoint weighed for one prompt; times in seconds, `cost_s` is the expected time to first token.
-
-    cost = rtt + wait + overhead + uncached tokens x seconds per token, where uncached counts only the trusted share
-    (`confidence`) of the match, rounded down to what the engine can reuse. `s_per_token` are seconds of prefill a
-    token, `queued` requests there that have no first token yet. `room_tokens` fit its cache without an eviction, and
-    what is evicted there was idle for `eviction_age_s`; both are infinite while nothing tells that the cache is full.
-    `predicted` says that part of the match is no more than expected: the endpoint was sent that prompt a moment ago.
-    `arrivals_per_s` are requests that come to it. `zone` is its owner's label, "" while it is not known, and `withheld`
-    why a rule for zones passed it over.
-    """
-
-    endpoint: str
-    local: bool
-    prompt_tokens: int
-    depth: int
-    matched_tokens: int
-    confidence: float
-    rtt_s: float
-    wait_s: float
-    overhead_s: float
-    prefill_s: float
-    cost_s: float
-    state: PushBackState
-    age_s: float
-    s_per_token: float = 1 / DEFAULT_PREFILL_TOKENS_PER_S
-    queued: int = 0
-    room_tokens: float = inf
-    eviction_age_s: float = inf
-    predicted: bool = False
-    arrivals_per_s: float = 0.0
-    zone: str = ""
-    withheld: Withheld | None = None
-
-    @property
-    def evicted_tokens(self) -> float:
-        """Tokens that go from the endpoint's cache if it serves the prompt."""
-        return max(0.0, self.prompt_tokens - self.matched_tokens - self.room_tokens)
-
-    @property
-    def delays_s(self) -> float:
-        """Seconds, added up, by which the prompt's prefill delays requests that come to the endpoint meanwhile.
-
-        Arrivals at rate r during a prefill of p seconds are r p, and wait for half of it: r p^2 / 2.
-        """
-        return self.arrivals_per_s * self.prefill_s * self.prefill_s / 2
 
 
 class Send(NamedTuple):

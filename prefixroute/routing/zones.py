@@ -20,15 +20,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
 
 from ..errors import UsageError
+from ..keys.names import ANY, checked_zone
 
 FORWARDS = ("always", "above", "never")
 """Words for `ZoneRule.forward`."""
-
-ANY = "*"
-"""In a pair of a rule: whichever zone."""
 
 MAX_COUNTED = 32
 """Zones whose forwards are counted apart; labels are others' word, and a counter is kept for ever."""
@@ -61,23 +58,6 @@ class ZoneRule:
         return inf if self.forward == "never" else self.saving_s
 
 
-class Withheld(NamedTuple):
-    """Why an endpoint was passed over: the saving that its zone's rule asks for (infinite: never), and its own.
-
-    Both in seconds; `saves_s` is the expected saving against the best endpoint that was let in, below 0 when it costs.
-    """
-
-    needs_s: float
-    saves_s: float
-
-    def text(self, source: str, to: str) -> str:
-        """Return it in words, for a forward from `source` to `to`."""
-        pair = f"zone {source}-{to or '(unknown)'}"
-        if self.needs_s == inf:
-            return f"{pair}: never"
-        return f"{pair}: saves {1000 * self.saves_s:.0f} ms, needs {1000 * self.needs_s:.0f} ms"
-
-
 @dataclass(frozen=True, slots=True)
 class Zones:
     """Rules by ordered pair of zones, (from, to); `ANY` stands for any zone. Without a rule: always.
@@ -94,7 +74,7 @@ class Zones:
                 raise UsageError(f"a zone rule is for a pair of zones, not {pair!r}")
             for label in pair:
                 if label != ANY:
-                    checked(label)
+                    checked_zone(label)
                 if not label:
                     raise UsageError(f'a zone rule names two zones, "{ANY}" for any: a zone that is not known is any')
 
@@ -153,17 +133,6 @@ class Gate:
                 return ANY
             self._counted.add(to)
         return to
-
-
-def checked(zone: str) -> str:
-    """Return a node's label. Raises `UsageError` for one that cannot be."""
-    try:
-        fits = isinstance(zone, str) and len(zone.encode()) <= 40 and zone != ANY
-    except UnicodeEncodeError:
-        fits = False
-    if not fits:
-        raise UsageError(f"a zone is a label of at most 40 bytes, and not {ANY!r}; got {zone!r}")
-    return zone
 
 
 def _strictness(rule: ZoneRule) -> float:

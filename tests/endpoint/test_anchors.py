@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixroute import Domain, TokenChain, UsageError
-from prefixroute.endpoint.anchors import ANCHOR_STRIDES, Anchors, choose_stride, expected_anchors, snapshot_bytes
+from prefixroute.endpoint.anchors import Anchors, choose_stride, expected_anchors, snapshot_bytes
 from prefixroute.events import DEFAULT_NAMESPACE, BlocksRemoved, BlocksStored, EngineBatch, StreamRestarted
-from prefixroute.keys.chain import ChainSpec, wire_key
-from prefixroute.keys.changes import Changes
+from prefixroute.keys.chain import ANCHOR_STRIDES, ChainSpec, wire_key
+from prefixroute.keys.keyset import Changes
 from prefixroute.keys.rice import encode_sorted
 from prefixroute.residency.forest import Forest
 from prefixroute.residency.mirror import Residency

@@ -8,7 +8,7 @@ import pytest
 from routing import BLOCK, check, hold, mesh, prompt
 
 from prefixroute import BlocksCleared, Decision, EngineBatch, Namespace, Node, NodeSettings, Outcome, TokenChain
-from prefixroute.endpoint.promises import Promise, Promises
+from prefixroute.endpoint.publisher import Promise, Promises
 from prefixroute.keys.chain import ChainSpec, wire_key
 from prefixroute.testing import Mesh, stored
 

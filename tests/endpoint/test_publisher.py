@@ -11,8 +11,8 @@ from prefixroute import Node, NodeSettings, UsageError
 from prefixroute.endpoint.anchors import snapshot_bytes
 from prefixroute.endpoint.publisher import REFIT_S, Publisher
 from prefixroute.keys.chain import wire_key
-from prefixroute.keys.changes import Changes
-from prefixroute.replication.replica import OwnedSet
+from prefixroute.keys.keyset import Changes
+from prefixroute.replication.writer_set import OwnedSet
 from prefixroute.residency.forest import Forest
 from prefixroute.routing.index import MergedIndex
 from prefixroute.testing import stored

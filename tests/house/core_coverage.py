@@ -34,9 +34,9 @@ def measure(data_file: str) -> dict[str, Lines]:
     if not coverage.get_data().measured_files():
         raise CoverageException(f"no coverage data in {data_file}: run pytest --cov first")
     rows = {}
-    for name, path in sorted(CORE.items()):
+    for module, path in sorted(CORE.items()):
         _, statements, _, missing, _ = coverage.analysis2(str(path))
-        rows[name] = Lines(len(statements), tuple(missing))
+        rows[module.removeprefix("prefixroute.")] = Lines(len(statements), tuple(missing))
     return rows
 
 
@@ -57,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"core_coverage: {error}", file=sys.stderr)
         return 2
     total = whole(rows)
-    print(f"{'file':<14}{'lines':>7}{'missed':>8}{'%':>8}")
+    print(f"{'file':<32}{'lines':>7}{'missed':>8}{'%':>8}")
     for name, row in [*rows.items(), ("total", total)]:
-        print(f"{name:<14}{row.total:>7}{len(row.missing):>8}{row.percent:>8.1f}")
+        print(f"{name:<34}{row.total:>7}{len(row.missing):>8}{row.percent:>8.1f}")
     if total.percent >= options.least:
         return 0
     print(f"core_coverage: {total.percent:.1f} % of the core's lines ran, {options.least:g} % wanted", file=sys.stderr)

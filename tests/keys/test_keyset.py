@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixroute.keys.changes import Changes
-from prefixroute.keys.keyset import Difference, after, difference, merge, patched, sorted_keys, within
-from prefixroute.keys.rice import Keys
+from prefixroute.keys.keyset import Changes, Difference, Keys, after, difference, merge, patched, sorted_keys, within
 from prefixroute.replication import replica
-from prefixroute.replication.replica import OwnedSet
 from prefixroute.replication.wire import KEY_LIMIT
+from prefixroute.replication.writer_set import OwnedSet
 
 key_sets = st.sets(st.sampled_from([0, 1, KEY_LIMIT - 1]) | st.integers(0, KEY_LIMIT - 1) | st.integers(0, 40))
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixroute import DecodeError
-from prefixroute.keys.rice import MAX_UNIVERSE, decode_sorted, encode_sorted, encoded_bytes, rice_parameter
+from prefixroute.keys.keyset import MAX_UNIVERSE
+from prefixroute.keys.rice import decode_sorted, encode_sorted, encoded_bytes, rice_parameter
 
 exact = settings(derandomize=True, deadline=None, max_examples=200, database=None)
 

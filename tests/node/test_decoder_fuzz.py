@@ -34,8 +34,9 @@ from prefixroute import (
     Residency,
     UnknownEvent,
 )
+from prefixroute.keys.keyset import checksum
 from prefixroute.keys.rice import decode_sorted, encode_sorted
-from prefixroute.replication.transfer import Assembly, decode_keys
+from prefixroute.replication.assembly import Assembly, decode_keys
 from prefixroute.replication.wire import (
     HEADER_BYTES,
     KEY_LIMIT,
@@ -43,7 +44,6 @@ from prefixroute.replication.wire import (
     MAX_MISSING,
     Envelope,
     Update,
-    checksum,
     decode,
 )
 

@@ -16,19 +16,10 @@ from network import DOMAIN
 from said import sent_by
 
 from prefixroute import Node, NodeSettings
+from prefixroute.keys.keyset import checksum
 from prefixroute.keys.rice import encode_sorted
 from prefixroute.replication.limits import honest_datagrams_per_s
-from prefixroute.replication.wire import (
-    KEY_LIMIT,
-    LAST_BEAT,
-    MAX_MISSING,
-    Kind,
-    LoadWire,
-    Update,
-    VectorEntry,
-    Want,
-    checksum,
-)
+from prefixroute.replication.wire import KEY_LIMIT, LAST_BEAT, MAX_MISSING, Kind, LoadWire, Update, VectorEntry, Want
 
 LONG = "\N{SNOWMAN}" * 78
 NEVER = 2**63 - 1

@@ -9,7 +9,7 @@ from hybrid import Kind, PlainHybrid
 from routing import BLOCK, check, mesh, prompt
 
 from prefixroute import EngineBatch, Node, NodeSettings, Outcome
-from prefixroute.endpoint.promises import Promise, Promises
+from prefixroute.endpoint.publisher import Promise, Promises
 from prefixroute.keys.chain import ChainSpec, TokenChain, wire_key
 from prefixroute.keys.hit_marks import ENDS_ONLY, marked
 from prefixroute.replication.copies import Copy

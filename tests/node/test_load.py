@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixroute import LoadReport, PushBackSettings, PushBackState, UsageError
-from prefixroute.load import Advert, PushBack, RateEstimate, Suspension, learnt
-from prefixroute.replication.wire import LoadWire
+from prefixroute.endpoint.push_back import PushBack
+from prefixroute.load import Advert, RateEstimate, learnt
+from prefixroute.replication.wire import LoadWire, load_from_wire, load_to_wire
 from prefixroute.routing.ledger import ARRIVALS_S, ArrivalRate, Ledger
+from prefixroute.routing.trust import Suspension
 
 exact = settings(derandomize=True, deadline=None, max_examples=150)
 
@@ -58,8 +60,8 @@ def adverts(draw: st.DrawFn) -> Advert:
 
 
 def over_the_wire(advert: Advert) -> Advert:
-    data = msgspec.msgpack.encode(advert.to_wire())
-    return Advert.from_wire(msgspec.msgpack.decode(data, type=LoadWire))
+    data = msgspec.msgpack.encode(load_to_wire(advert))
+    return load_from_wire(msgspec.msgpack.decode(data, type=LoadWire))
 
 
 @given(adverts())

@@ -21,7 +21,7 @@ from prefixroute import (
     StreamRestarted,
 )
 from prefixroute.keys.chain import STRIDE, ChainSpec, TokenChain
-from prefixroute.policy.rent import Rents, Stretch, stretches_of
+from prefixroute.policy.pricing import Rents, Stretch, stretches_of
 from prefixroute.testing import stored as stored_batch
 
 SPEC = ChainSpec(1, 3)

@@ -9,6 +9,7 @@ from network import DOMAIN, copies
 from said import array, sent_by, update_of
 
 from prefixroute import Node, NodeSettings
+from prefixroute.keys.keyset import checksum
 from prefixroute.replication.wire import (
     KEY_LIMIT,
     LAST_BEAT,
@@ -18,7 +19,6 @@ from prefixroute.replication.wire import (
     Update,
     VectorEntry,
     Want,
-    checksum,
     decode,
 )
 

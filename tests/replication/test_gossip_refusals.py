@@ -15,18 +15,9 @@ from said import array, sent_by, told, update_of
 from wire_values import loads, percent
 
 from prefixroute import DatagramRejected, DomainMismatch, Node, NodeSettings, ReplicaChanged
+from prefixroute.keys.keyset import checksum
 from prefixroute.keys.rice import encode_sorted
-from prefixroute.replication.wire import (
-    KEY_LIMIT,
-    LAST_BEAT,
-    MARK_MASK,
-    Kind,
-    Update,
-    VectorEntry,
-    Want,
-    checksum,
-    decode,
-)
+from prefixroute.replication.wire import KEY_LIMIT, LAST_BEAT, MARK_MASK, Kind, Update, VectorEntry, Want, decode
 
 SECRET = DOMAIN.secret
 

@@ -13,6 +13,7 @@ from network import DOMAIN, Network, copies, fleet, gossip, pair
 from said import sent_by, told, update_of
 
 from prefixroute import DatagramRejected, Node, NodeSettings, UsageError
+from prefixroute.keys.keyset import checksum
 from prefixroute.keys.rice import encode_sorted
 from prefixroute.replication.limits import (
     MAX_SOURCES,
@@ -23,7 +24,7 @@ from prefixroute.replication.limits import (
     honest_bytes_per_s,
     honest_datagrams_per_s,
 )
-from prefixroute.replication.wire import KEY_LIMIT, Kind, Update, VectorEntry, checksum
+from prefixroute.replication.wire import KEY_LIMIT, Kind, Update, VectorEntry
 
 SETTINGS = NodeSettings()
 

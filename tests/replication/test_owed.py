@@ -8,13 +8,15 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from prefixroute.replication.replica import NO_KEYS
 from transfers import LIFE, Case, debt_of, decoded, delta_of, keys, offered, parts_of, same, snapshot_of
 
-from prefixroute.keys.changes import Changes
+from prefixroute.keys.keyset import Changes
 from prefixroute.keys.rice import encoded_bytes
-from prefixroute.replication.replica import LOG_BYTES, NO_KEYS, Change, OwnedSet, WriterSet
-from prefixroute.replication.transfer import EVERYTHING, MAX_STEPS, SKIPPED_S, Assembly, Owed, cut, owed, size_bytes
+from prefixroute.replication.assembly import Assembly
+from prefixroute.replication.sending import EVERYTHING, MAX_STEPS, SKIPPED_S, Owed, cut, owed, size_bytes
 from prefixroute.replication.wire import KEY_LIMIT, VectorEntry, Want
+from prefixroute.replication.writer_set import LOG_BYTES, Change, OwnedSet, WriterSet
 
 QUICK = settings(derandomize=True, deadline=None, max_examples=120)
 

@@ -9,8 +9,9 @@ from network import DOMAIN, copies, only, pair
 from said import array, holder_of, sent_by, told, update_of
 
 from prefixroute import DatagramRejected, Node, NodeSettings
+from prefixroute.keys.keyset import checksum
 from prefixroute.keys.rice import encode_sorted
-from prefixroute.replication.wire import KEY_LIMIT, MARK_MASK, Kind, Update, VectorEntry, Want, checksum, decode
+from prefixroute.replication.wire import KEY_LIMIT, MARK_MASK, Kind, Update, VectorEntry, Want, decode
 
 SECRET = DOMAIN.secret
 

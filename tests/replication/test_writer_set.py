@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from prefixroute.keys.changes import Changes
+from prefixroute.keys.keyset import Changes, checksum
 from prefixroute.replication import replica
-from prefixroute.replication.replica import LOG_BYTES, TABLE, Life, OwnedSet, Reach, Verdict, WriterSet, judge
-from prefixroute.replication.wire import checksum
+from prefixroute.replication.acceptance import TABLE, Life, Reach, Verdict, judge
+from prefixroute.replication.writer_set import LOG_BYTES, OwnedSet, WriterSet
 
 WIRE_DOCUMENT = Path(__file__).parents[2] / "docs" / "wire.md"
 SNAPSHOT, DELTA = True, False

@@ -9,7 +9,7 @@ import pytest
 
 from prefixroute.errors import UsageError
 from prefixroute.keys.chain import ChainCursor, ChainSpec
-from prefixroute.keys.changes import Changes
+from prefixroute.keys.keyset import Changes
 from prefixroute.residency.edge import Edge
 from prefixroute.residency.tree import RadixTree
 

@@ -6,7 +6,7 @@ import pytest
 from routing import BLOCK, hold, mesh, prompt
 
 from prefixroute import Outcome, PeerChanged
-from prefixroute.routing.doubt import MAX_DECLINES, Lateness, Misses
+from prefixroute.routing.trust import MAX_DECLINES, Lateness, Misses
 
 
 def after(shares: list[float]) -> float:

@@ -10,8 +10,8 @@ import pytest
 from prefixroute import LoadReport, PushBackState
 from prefixroute.load import DEFAULT_PREFILL_TOKENS_PER_S, Advert
 from prefixroute.replication.copies import Copy, Peer
+from prefixroute.replication.gossip_settings import GossipSettings
 from prefixroute.replication.limits import Limits
-from prefixroute.replication.tempo import GossipSettings
 from prefixroute.routing.fleet import SAMPLED, Fleet
 from prefixroute.routing.ledger import ARRIVALS_S
 from prefixroute.routing.standing import BELIEF, DEFAULT_RTT_S, Send, Standing

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixroute import TokenChain, UsageError
-from prefixroute.endpoint.anchors import ANCHOR_STRIDES, Anchors
-from prefixroute.keys.chain import STRIDE, ChainSpec
+from prefixroute.endpoint.anchors import Anchors
+from prefixroute.keys.chain import ANCHOR_STRIDES, STRIDE, ChainSpec
 from prefixroute.residency.tree import RadixTree
 from prefixroute.routing.index import DEEPEST, MergedIndex, Stratum
 

@@ -12,10 +12,9 @@ from test_index import prompt
 
 from prefixroute import BlocksRemoved, BlocksStored, EngineBatch, Node, NodeSettings, node
 from prefixroute.endpoint import portions
-from prefixroute.endpoint.anchors import ANCHOR_STRIDES
 from prefixroute.events import EngineEvent
-from prefixroute.keys.chain import TokenChain
-from prefixroute.keys.rice import Keys
+from prefixroute.keys.chain import ANCHOR_STRIDES, TokenChain
+from prefixroute.keys.keyset import Keys
 from prefixroute.replication import replica
 from prefixroute.routing import index_feed as upkeep
 from prefixroute.routing.index import MergedIndex

@@ -15,7 +15,7 @@ import pytest
 
 from prefixroute.replication import burst, copies, gossip, members, replica, tempo, transfer
 from prefixroute.replication import receiving as intake
-from prefixroute.replication.replica import TABLE, Life, Reach, Verdict
+from prefixroute.replication.acceptance import TABLE, Life, Reach, Verdict
 from prefixroute.sim.replication.schedule import Schedule, generate, parse, play
 
 SCHEDULES, STEPS = 100, 50

@@ -15,14 +15,7 @@ from prefill_case import EXAMPLE_CLUSTERS, FILE, GBIT
 from prefixroute import UsageError
 from prefixroute.plan import Decode, KvBytes, LogNormal, Polynomial, PrefillClusters
 from prefixroute.sim.prefill.cases import ADAPTIVE, Episode, at_rate, latency, setups, sustained, through
-from prefixroute.sim.prefill.clusters import (
-    LinkChange,
-    PrefillRun,
-    PrefillSetup,
-    PromptArrival,
-    bursty,
-    poisson,
-)
+from prefixroute.sim.prefill.clusters import LinkChange, PrefillRun, PrefillSetup, PromptArrival, bursty, poisson
 from prefixroute.sim.prefill.kv_link import SharedLink
 
 # A prompt of n tokens: n / 100 s in the pool, n / 50 s here, 1,000 bytes a token.

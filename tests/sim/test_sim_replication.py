@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from prefixroute import NodeSettings, ReplicaChanged, UsageError, cli
-from prefixroute.replication.replica import TABLE, Life, Reach, Verdict
+from prefixroute.replication.acceptance import TABLE, Life, Reach, Verdict
 from prefixroute.sim import CALM, Engine, InvariantError, Link, LogNormal, Network, Schedule, Step, Violation, generate
 from prefixroute.sim.replication import command as replication
 from prefixroute.sim.replication.actions import ACTIONS

@@ -8,8 +8,9 @@ import numpy as np
 from network import DOMAIN, copies, pair
 
 from prefixroute import Domain, Node
-from prefixroute.keys.rice import Keys, encode_sorted
-from prefixroute.replication.wire import KEY_LIMIT, Kind, Message, Update, VectorEntry, checksum, encode, encode_part
+from prefixroute.keys.keyset import Keys, checksum
+from prefixroute.keys.rice import encode_sorted
+from prefixroute.replication.wire import KEY_LIMIT, Kind, Message, Update, VectorEntry, encode, encode_part
 
 
 def sent_by(sender: str, kind: Kind, domain: Domain = DOMAIN, **fields: Any) -> bytes:

@@ -9,10 +9,12 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from prefixroute.keys.rice import Keys, encode_sorted
-from prefixroute.replication.replica import Change, WriterSet
-from prefixroute.replication.transfer import EVERYTHING, Assembly, Debt, cut, decode_keys
-from prefixroute.replication.wire import KEY_LIMIT, Update, checksum
+from prefixroute.keys.keyset import Keys, checksum
+from prefixroute.keys.rice import encode_sorted
+from prefixroute.replication.assembly import Assembly, decode_keys
+from prefixroute.replication.sending import EVERYTHING, Debt, cut
+from prefixroute.replication.wire import KEY_LIMIT, Update
+from prefixroute.replication.writer_set import Change, WriterSet
 
 LIFE = 5
 

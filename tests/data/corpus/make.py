@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 
 from prefixroute import Domain
+from prefixroute.keys.keyset import checksum
 from prefixroute.keys.rice import encode_sorted
-from prefixroute.replication.wire import KEY_LIMIT, LAST_BEAT, MAGIC, checksum
+from prefixroute.replication.wire import KEY_LIMIT, LAST_BEAT, MAGIC
 
 FOLDER = Path(__file__).parent
 DOMAIN = Domain("m", "t", secret=b"corpus")

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from prefixroute import Domain
-from prefixroute.keys.rice import Keys, encode_sorted
+from prefixroute.keys.keyset import Keys, checksum
+from prefixroute.keys.rice import encode_sorted
 from prefixroute.replication.wire import (
     KEY_LIMIT,
     LAST_BEAT,
@@ -25,7 +26,6 @@ from prefixroute.replication.wire import (
     Update,
     VectorEntry,
     Want,
-    checksum,
     encode,
     encode_part,
 )

@@ -1,0 +1,40 @@
+"""Names of nodes, endpoints and zones: how they are made, and which are refused.
+
+An endpoint is named "node/name", so neither part has a slash.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..errors import UsageError
+
+ANY: Final = "*"
+"""In a rule: every zone that no other rule names. So it is no zone's label."""
+
+MAX_NAME_CHARACTERS: Final = 40
+MAX_ZONE_BYTES: Final = 40
+
+
+def owner_of(endpoint: str) -> str:
+    """Return the node of an endpoint named "node/name"; "" if its name has another form."""
+    node, _, name = endpoint.partition("/")
+    return node if name else ""
+
+
+def checked_name(text: str) -> str:
+    """Return a node's name, or an endpoint's within its node. Raises `UsageError` for one that cannot be."""
+    if not isinstance(text, str) or not 0 < len(text) <= MAX_NAME_CHARACTERS or "/" in text:
+        raise UsageError(f"a name has 1 to {MAX_NAME_CHARACTERS} characters and no slash, not {text!r}")
+    return text
+
+
+def checked_zone(zone: str) -> str:
+    """Return the label of a node's zone. Raises `UsageError` for one that cannot be."""
+    try:
+        fits = isinstance(zone, str) and len(zone.encode()) <= MAX_ZONE_BYTES and zone != ANY
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        raise UsageError(f"a zone is a label of at most {MAX_ZONE_BYTES} bytes, and not {ANY!r}; got {zone!r}")
+    return zone

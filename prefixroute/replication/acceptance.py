@@ -1,0 +1,90 @@
+"""The acceptance table which says which change applies to which copy.
+
+An endpoint's set is written by its owner only, so the pair (incarnation, version) orders all its states. It only
+grows, in lexicographic order; every loss, repetition, reordering and restart is one question: does this change apply
+to the pair that I hold? The answer is the table below, and it is the same for every order of arrival.
+
+| life    | reach   | snapshot  | delta                       |
+|---------|---------|-----------|-----------------------------|
+| nothing | any     | replace   | want a snapshot             |
+| older   | any     | drop      | drop                        |
+| newer   | any     | replace   | want a snapshot             |
+| same    | past    | duplicate | duplicate                   |
+| same    | next    | replace   | apply                       |
+| same    | overlap | replace   | want the delta since mine   |
+| same    | ahead   | replace   | want the delta since mine   |
+
+*life* compares incarnations (held against arriving), *reach* the change's versions with the held one v: past, to <= v;
+next, from = v; overlap, from < v < to; ahead, from > v. After a change its checksum is compared; when it differs the
+copy is discarded and a snapshot wanted.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from .writer_set import _DELTA, _SNAPSHOT
+
+
+class Life(Enum):
+    """How the arriving incarnation compares with the held one."""
+
+    NOTHING = "nothing"
+    OLDER = "older"
+    SAME = "same"
+    NEWER = "newer"
+
+
+class Reach(Enum):
+    """How a change's versions compare with the held version."""
+
+    PAST = "past"
+    NEXT = "next"
+    OVERLAP = "overlap"
+    AHEAD = "ahead"
+
+
+class Verdict(Enum):
+    """What becomes of a change. Anything but apply and replace is normal too, and only counted."""
+
+    DROP = "drop"
+    DUPLICATE = "duplicate"
+    APPLY = "apply"
+    REPLACE = "replace"
+    WANT_DELTA = "want delta"
+    WANT_SNAPSHOT = "want snapshot"
+
+
+TABLE: dict[tuple[Life, Reach | None, bool], Verdict] = {
+    (Life.NOTHING, None, _SNAPSHOT): Verdict.REPLACE,
+    (Life.NOTHING, None, _DELTA): Verdict.WANT_SNAPSHOT,
+    (Life.OLDER, None, _SNAPSHOT): Verdict.DROP,
+    (Life.OLDER, None, _DELTA): Verdict.DROP,
+    (Life.NEWER, None, _SNAPSHOT): Verdict.REPLACE,
+    (Life.NEWER, None, _DELTA): Verdict.WANT_SNAPSHOT,
+    (Life.SAME, Reach.PAST, _SNAPSHOT): Verdict.DUPLICATE,
+    (Life.SAME, Reach.PAST, _DELTA): Verdict.DUPLICATE,
+    (Life.SAME, Reach.NEXT, _SNAPSHOT): Verdict.REPLACE,
+    (Life.SAME, Reach.NEXT, _DELTA): Verdict.APPLY,
+    (Life.SAME, Reach.OVERLAP, _SNAPSHOT): Verdict.REPLACE,
+    (Life.SAME, Reach.OVERLAP, _DELTA): Verdict.WANT_DELTA,
+    (Life.SAME, Reach.AHEAD, _SNAPSHOT): Verdict.REPLACE,
+    (Life.SAME, Reach.AHEAD, _DELTA): Verdict.WANT_DELTA,
+}
+
+
+def judge(held: tuple[int, int], incarnation: int, since: int, version: int) -> Verdict:
+    """Look a change up in the table. `held` is (incarnation, version), (0, 0) for nothing; `since` 0 is a snapshot."""
+    held_incarnation, held_version = held
+    snapshot = since == 0
+    if held_incarnation == 0:
+        return TABLE[Life.NOTHING, None, snapshot]
+    if incarnation != held_incarnation:
+        return TABLE[Life.OLDER if incarnation < held_incarnation else Life.NEWER, None, snapshot]
+    if version <= held_version:
+        reach = Reach.PAST
+    elif since == held_version:
+        reach = Reach.NEXT
+    else:
+        reach = Reach.OVERLAP if since < held_version else Reach.AHEAD
+    return TABLE[Life.SAME, reach, snapshot]

@@ -1,0 +1,85 @@
+"""The settings of gossip: pace, budgets and bounds. One frozen object, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from ..keys.names import checked_zone
+
+
+@dataclass(frozen=True, slots=True)
+class GossipSettings:
+    """Pace, budgets and bounds of gossip; times in seconds, sizes in bytes.
+
+    `interval_s` is a round's length and `fan_out` its exchanges; a quiet fleet slows down to one exchange in
+    `idle_interval_s`, unless that is quicker. A change is published when it is `publish_share` of the set, else when
+    the last publication is `publish_within_s` ago.
+
+    `datagram_bytes` bounds a message and `burst_bytes` an answer. 1,200 and 65,536 pass any network path; over
+    streams take 65,536 and 1,048,576.
+
+    An endpoint is no candidate when it is unheard for longer than its rhythm lets expect, at least `suspect_after_s`;
+    it is forgotten after `forget_after_s`. With `learn_peers`, nodes that others speak of become peers, at the
+    `contact` that they give: a text that the transport takes for an address ("host:port" with UDP). `zone` is the
+    label of this node's zone; others learn it with the first snapshot of an endpoint (`zones`).
+
+    `max_endpoints`, `max_hearsay` (endpoints of nodes that are no peers), `max_owner_endpoints` (of one node),
+    `max_keys` (of one endpoint), `max_owner_keys` and `max_all_keys` bound what peers can make a node keep: some 120
+    bytes a key. `excess` and `peer_work` bound what they can make it do, see `limits`: so many times what an honest
+    node with these settings sends is taken from one (infinite is no limit), and this share of a processor may its
+    updates and questions take.
+
+    Of each peer the last `replay_window` numbers of datagrams are remembered, so that a recording is told from news; 0
+    takes whatever comes, for transports that see to that themselves.
+    """
+
+    interval_s: float = 0.2
+    fan_out: int = 3
+    idle_interval_s: float = 0.5
+    publish_share: float = 0.02
+    publish_within_s: float = 0.2
+    datagram_bytes: int = 1200
+    burst_bytes: int = 65536
+    suspect_after_s: float = 2.0
+    forget_after_s: float = 60.0
+    learn_peers: bool = False
+    contact: str = ""
+    zone: str = ""
+    max_endpoints: int = 4096
+    max_owner_endpoints: int = 256
+    max_hearsay: int = 256
+    max_keys: int = 1 << 20
+    max_owner_keys: int = 1 << 22
+    max_all_keys: int = 1 << 24
+    excess: float = 4.0
+    peer_work: float = 0.1
+    replay_window: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.interval_s <= 0 or self.fan_out < 1:
+            raise UsageError("gossip needs interval_s > 0 and fan_out >= 1")
+        if self.idle_interval_s < 0:
+            raise UsageError("gossip needs idle_interval_s >= 0; 0 switches the quiet mode off")
+        if not 0 < self.publish_share <= 1 or self.publish_within_s < 0:
+            raise UsageError("gossip needs 0 < publish_share <= 1 and publish_within_s >= 0")
+        if not 800 <= self.datagram_bytes <= 65536 or self.burst_bytes < self.datagram_bytes:
+            raise UsageError("gossip needs 800 <= datagram_bytes <= 65536 and burst_bytes >= datagram_bytes")
+        if not self.interval_s < self.suspect_after_s < self.forget_after_s:
+            raise UsageError("gossip needs interval_s < suspect_after_s < forget_after_s")
+        if len(self.contact.encode()) > 80:
+            raise UsageError("a contact has at most 80 bytes")
+        checked_zone(self.zone)
+        if self.learn_peers and not self.contact:
+            raise UsageError("learn_peers needs a contact: where others reach this node, as its transport writes it")
+        keys = (self.max_keys, self.max_owner_keys, self.max_all_keys)
+        if min(self.max_endpoints, self.max_owner_endpoints, *keys) < 1 or self.max_hearsay < 0:
+            raise UsageError(
+                "gossip needs max_endpoints, max_owner_endpoints and all of max_*keys >= 1, max_hearsay >= 0"
+            )
+        if not 0 <= self.replay_window <= 1 << 20:
+            raise UsageError("gossip needs 0 <= replay_window <= 2**20; 0 takes recordings for news")
+        if not self.peer_work > 0:
+            raise UsageError("gossip needs peer_work > 0: a share of a processor")
+        if not self.excess >= 2:
+            raise UsageError("gossip needs excess >= 2: honest nodes must not be dropped; inf is no limit")
