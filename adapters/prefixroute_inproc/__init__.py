@@ -41,10 +41,10 @@ _ON_FIRST_USE = {
     "TapFollower": "follow",
     "TapStats": "tap",
     "add_sink": "registry",
-    "is_tap": "address",
-    "path_of_rank": "address",
+    "is_tap": "tap_address",
+    "path_of_rank": "tap_address",
     "remove_sink": "registry",
-    "sources_of_tap": "address",
+    "sources_of_tap": "tap_address",
 }
 
 

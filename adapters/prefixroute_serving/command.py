@@ -18,8 +18,8 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
 
 def _run_serve(options: argparse.Namespace) -> int:
     with needing_extra("serving", "demo"):
-        from .sidecar import serve
-    return serve(options.config)
+        from .sidecar import run
+    return run(options.config)
 
 
 def _doctor_options(parser: argparse.ArgumentParser) -> None:

@@ -298,7 +298,7 @@ def _warn_of_weak(config: SidecarConfig) -> None:
         log.warning("a secret of %d bytes: who hears one datagram can guess it; see docs/security.md", min(short))
 
 
-async def _serve(config: SidecarConfig, path: Path | None = None) -> None:
+async def serve(config: SidecarConfig, path: Path | None = None) -> None:
     """Serve until SIGINT or SIGTERM; SIGHUP reads the secrets at `path` anew. UsageError for an unusable address."""
     sidecar = Sidecar(config)
     _warn_of_weak(config)
@@ -320,18 +320,15 @@ async def _serve(config: SidecarConfig, path: Path | None = None) -> None:
             await uvicorn.Server(settings).serve(sockets=[listener])
 
 
-def _run(config: SidecarConfig, path: Path) -> None:
+def run(path: Path) -> int:
+    """Serve what the configuration at `path` says until told to stop. Raises `UsageError` for a bad one."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    config = load_config(path)
     try:
         import uvloop
     except ImportError:
-        asyncio.run(_serve(config, path))
+        asyncio.run(serve(config, path))
     else:
-        uvloop.run(_serve(config, path))
-
-
-def serve(path: Path) -> int:
-    """Run one sidecar from its configuration file until it is told to stop. Raises `UsageError` for a bad file."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    _run(load_config(path), path)
+        uvloop.run(serve(config, path))
     return 0

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from prefixroute_lan4 import command as demo
+from prefixroute_lan4 import demo
 from prefixroute_lan4.cluster import ClusterSettings
 from prefixroute_lan4.demo_plots import write_plots
 from prefixroute_lan4.demo_report import SUMMARY_KEYS, full_report, remarks, summary

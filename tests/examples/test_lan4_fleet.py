@@ -9,8 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from prefixroute_lan4 import cluster
-from prefixroute_lan4 import command as demo
+from prefixroute_lan4 import cluster, command, demo
 from prefixroute_lan4 import demo_report as report
 from prefixroute_lan4.cluster import Cluster, ClusterSettings
 from prefixroute_lan4.runner import DemoSettings
@@ -27,7 +26,7 @@ MIXED = ("vllm", "vllm", "sglang", "sglang")
 
 def parsed(*arguments: str) -> DemoSettings:
     options = cli.build_parser().parse_args(["demo", *arguments])
-    return demo.settings_of(options, cli.demo_defaults(options.engine, options.engines))
+    return demo.settings_of(options, command.demo_defaults(options.engine, options.engines))
 
 
 def test_a_list_of_engines_makes_as_many_nodes() -> None:
@@ -40,9 +39,9 @@ def test_a_list_of_engines_makes_as_many_nodes() -> None:
 
 
 def test_a_mixed_fleet_gets_what_its_slowest_engine_can_carry() -> None:
-    assert cli.demo_defaults("emulated", MIXED) == cli.ENGINE_DEFAULTS["sglang"]
-    assert cli.demo_defaults("vllm") == cli.ENGINE_DEFAULTS["vllm"]
-    assert parsed("--engines", "vllm,sglang").workload.rate == cli.ENGINE_DEFAULTS["sglang"].rate
+    assert command.demo_defaults("emulated", MIXED) == command.ENGINE_DEFAULTS["sglang"]
+    assert command.demo_defaults("vllm") == command.ENGINE_DEFAULTS["vllm"]
+    assert parsed("--engines", "vllm,sglang").workload.rate == command.ENGINE_DEFAULTS["sglang"].rate
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixroute.keys.keyset import Changes, Difference, Keys, after, difference, merge, patched, sorted_keys, within
-from prefixroute.replication import replica
+from prefixroute.replication import writer_set
 from prefixroute.replication.wire import KEY_LIMIT
 from prefixroute.replication.writer_set import OwnedSet
 
@@ -54,7 +54,7 @@ def test_two_changes_come_to_one(first: set[int], second: set[int], third: set[i
 def test_what_is_pending_is_the_same_however_it_is_kept(states: list[tuple[set[int], bool, bool]], fold: int) -> None:
     owned, held = OwnedSet(), set[int]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica, "FOLD_KEYS", fold)
+        patch.setattr(writer_set, "FOLD_KEYS", fold)
         for keys, at_once, publishes in states:
             if at_once:
                 owned.become(keys)

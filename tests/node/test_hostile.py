@@ -11,7 +11,7 @@ from math import inf
 import msgspec
 import numpy as np
 import pytest
-from hostile import EVIL, Attack, Attacker, Fleet, fleet
+from hostile_fleet import EVIL, Attack, Attacker, Fleet, fleet
 from network import DOMAIN
 from said import sent_by
 

@@ -9,8 +9,8 @@ import pytest
 from network import DOMAIN, Faults, Network, copies, fleet, gossip, only, pair
 
 from prefixroute import Node, NodeSettings, PeerChanged, ReplicaChanged, UsageError
+from prefixroute.keys.keyset import NO_KEYS
 from prefixroute.replication.copies import Rhythm
-from prefixroute.replication.replica import NO_KEYS
 from prefixroute.replication.wire import LAST_BEAT, Kind, Message, VectorEntry, decode, encode, encode_part
 
 

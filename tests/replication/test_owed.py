@@ -8,10 +8,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from prefixroute.replication.replica import NO_KEYS
 from transfers import LIFE, Case, debt_of, decoded, delta_of, keys, offered, parts_of, same, snapshot_of
 
-from prefixroute.keys.keyset import Changes
+from prefixroute.keys.keyset import NO_KEYS, Changes
 from prefixroute.keys.rice import encoded_bytes
 from prefixroute.replication.assembly import Assembly
 from prefixroute.replication.sending import EVERYTHING, MAX_STEPS, SKIPPED_S, Owed, cut, owed, size_bytes

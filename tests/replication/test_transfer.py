@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from prefixroute.replication.replica import NO_KEYS
 from transfers import (
     LIFE,
     Case,
@@ -29,6 +28,7 @@ from transfers import (
 )
 
 from prefixroute import DecodeError
+from prefixroute.keys.keyset import NO_KEYS
 from prefixroute.keys.rice import encode_sorted
 from prefixroute.replication.assembly import PART_KEYS, decode_keys
 from prefixroute.replication.sending import LEAST_KEY_BYTES, UPDATE_OVERHEAD_BYTES, cut, least_room

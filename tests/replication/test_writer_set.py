@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from prefixroute.keys.keyset import Changes, checksum
-from prefixroute.replication import replica
+from prefixroute.replication import acceptance
 from prefixroute.replication.acceptance import TABLE, Life, Reach, Verdict, judge
 from prefixroute.replication.writer_set import LOG_BYTES, OwnedSet, WriterSet
 
@@ -61,7 +61,7 @@ def test_table_answers_every_combination_once() -> None:
 
 @pytest.mark.parametrize("where", ["docstring", "wire.md"])
 def test_written_table_is_the_table(where: str) -> None:
-    text = (replica.__doc__ or "") if where == "docstring" else WIRE_DOCUMENT.read_text("utf-8")
+    text = (acceptance.__doc__ or "") if where == "docstring" else WIRE_DOCUMENT.read_text("utf-8")
     expected = {
         (life.value, "any" if reach is None else reach.value, kind): in_words(verdict)
         for (life, reach, kind), verdict in TABLE.items()

@@ -15,7 +15,7 @@ from prefixroute.endpoint import portions
 from prefixroute.events import EngineEvent
 from prefixroute.keys.chain import ANCHOR_STRIDES, TokenChain
 from prefixroute.keys.keyset import Keys
-from prefixroute.replication import replica
+from prefixroute.replication import writer_set
 from prefixroute.routing import index_feed as upkeep
 from prefixroute.routing.index import MergedIndex
 from prefixroute.routing.index_feed import Upkeep
@@ -32,7 +32,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(portions.portions, "__defaults__", (3,))
     monkeypatch.setattr(portions.is_small, "__defaults__", (3,))
     monkeypatch.setattr(node, "SEND_BYTES", 1)
-    monkeypatch.setattr(replica, "FOLD_KEYS", 5)
+    monkeypatch.setattr(writer_set, "FOLD_KEYS", 5)
     yield
 
 

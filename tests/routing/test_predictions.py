@@ -9,8 +9,8 @@ from routing import DOMAIN, SETTINGS, hold, mesh, prompt
 
 from prefixroute import Namespace, Node, Outcome
 from prefixroute.keys.chain import ChainSpec, TokenChain
+from prefixroute.keys.keyset import NO_KEYS
 from prefixroute.replication.copies import Copy
-from prefixroute.replication.replica import NO_KEYS
 from prefixroute.routing.predictions import AGAIN, COMPARED, KEPT_TOKENS, LIFETIME_S, Predictions
 from prefixroute.routing.standing import Standing
 

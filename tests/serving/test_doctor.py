@@ -15,8 +15,8 @@ import httpx
 import pytest
 from doctor_fleet import PATIENCE_S, Fleet, Spoilt, findings_of, fleet
 from msgspec import structs
-from prefixroute_serving.doctor.command import check_packages, examine
 from prefixroute_serving.doctor.engine_checks import EngineFacts, check_engine, check_events, read_facts
+from prefixroute_serving.doctor.examination import check_packages, examine
 from prefixroute_serving.doctor.findings import FAULT, OK, WARNING, Answer, Asker, Finding, Visit, failed
 from prefixroute_serving.doctor.hit_checks import Served, judge_hits, judge_stream
 from prefixroute_serving.doctor.listen import Listener
@@ -360,7 +360,7 @@ def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_missing_extra_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "prefixroute_serving.doctor.command", None)
+    monkeypatch.setitem(sys.modules, "prefixroute_serving.doctor.examination", None)
     assert main(["doctor", str(dead_config(tmp_path))]) == 2
     assert "pip install 'prefixroute[demo]'" in capsys.readouterr().err
 

@@ -24,7 +24,7 @@ from prefixroute_serving.sidecar_config import (
     make_policy,
 )
 
-from prefixroute import ZoneRule, Zones
+from prefixroute import ZoneRule, Zones, cli
 from prefixroute.errors import UsageError
 
 
@@ -118,7 +118,7 @@ def test_a_bad_configuration_is_one_line_and_exit_code_2(
 ) -> None:
     path = tmp_path / "c.json"
     path.write_text(text)
-    assert sidecar.main([str(path)]) == 2
+    assert cli.main(["serve", str(path)]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert said in err
@@ -133,9 +133,9 @@ def test_a_configuration_that_cannot_work_is_refused() -> None:
 
 
 def test_the_sidecar_wants_one_argument(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sidecar.main([]) == 2
-    assert "CONFIG.json" in capsys.readouterr().err
-    assert sidecar.main(["/nowhere/c.json"]) == 2
+    assert cli.main(["serve"]) == 2
+    assert "CONFIG" in capsys.readouterr().err
+    assert cli.main(["serve", "/nowhere/c.json"]) == 2
     assert "cannot read /nowhere/c.json" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import msgspec
-from prefixroute_serving.doctor.command import examine
+from prefixroute_serving.doctor.examination import examine
 from prefixroute_serving.doctor.findings import Finding
 from prefixroute_serving.sidecar import Sidecar
 from prefixroute_serving.sidecar_config import Address, DomainConfig, PeerConfig, SidecarConfig
