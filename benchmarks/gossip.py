@@ -38,7 +38,7 @@ from gossip_fleet import DOMAIN, GIVE_UP_S, Fleet
 from prefixroute import BlocksStored, EngineBatch, Node, NodeSettings
 from prefixroute.aio import Driver, UdpTransport
 from prefixroute.endpoint.anchors import choose_stride, expected_anchors
-from prefixroute.keys.keyset import Changes
+from prefixroute.keys.keyset import Delta
 from prefixroute.keys.rice import encode_sorted
 from prefixroute.replication.gossip import Gossip
 from prefixroute.replication.gossip_settings import GossipSettings
@@ -328,7 +328,7 @@ def replica_bytes(keys: int, changes: int) -> tuple[float, float, float]:
         published = owner.members.join("owner/0", 1, "http://127.0.0.1:8000", 0.0).keys
         assert isinstance(published, OwnedSet)
         live = deque({rng.getrandbits(48) for _ in range(keys)})
-        published.gather(Changes(set(live), set()))
+        published.gather(Delta(set(live), set()))
         nodes: dict[str, Node] = {}
         for name in ("bare", "idle", "early", "late"):
             nodes[name] = Node(name, DOMAIN, rng=rng, now=0.0, settings=settings)
@@ -342,7 +342,7 @@ def replica_bytes(keys: int, changes: int) -> tuple[float, float, float]:
         for name, until in (("early", changes // 4), ("late", changes)):
             while done < until:
                 added = [rng.getrandbits(48) for _ in range(step // 2)]
-                published.gather(Changes(set(added), {live.popleft() for _ in added}))
+                published.gather(Delta(set(added), {live.popleft() for _ in added}))
                 live.extend(added)
                 done += 2 * len(added)
                 owner.tempo.stir(now)

@@ -15,7 +15,7 @@ from collections import Counter, deque
 import numpy as np
 
 from prefixroute import Domain
-from prefixroute.keys.keyset import Changes
+from prefixroute.keys.keyset import Delta
 from prefixroute.keys.rice import encode_sorted
 from prefixroute.replication.gossip import Gossip
 from prefixroute.replication.gossip_settings import GossipSettings
@@ -71,7 +71,7 @@ class Fleet:
         if keys:
             gossip.members.join(f"{name}/0", incarnation, "http://127.0.0.1:8000", self.now)
             self._live[name] = deque(self._random(keys))
-            self.owned(name).gather(Changes(set(self._live[name]), set()))
+            self.owned(name).gather(Delta(set(self._live[name]), set()))
             self.published[name], self._churned[name] = [self.now], self.now
         gossip.tempo.next_at = start
         self._due[name] = float("inf")
@@ -164,7 +164,7 @@ class Fleet:
         n = int((self.now - self._churned[name]) * self._rate)
         if n:
             live, added = self._live[name], self._random(n)
-            keys.gather(Changes(set(added), {live.popleft() for _ in range(n)}))
+            keys.gather(Delta(set(added), {live.popleft() for _ in range(n)}))
             live.extend(added)
             gossip.tempo.stir(self.now)
             self._churned[name] += n / self._rate

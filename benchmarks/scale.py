@@ -36,7 +36,7 @@ from figures import Row, publish
 
 from prefixroute import Domain, Node, NodeSettings, Outcome, TokenChain
 from prefixroute.endpoint.anchors import choose_stride, expected_anchors
-from prefixroute.keys.keyset import Changes
+from prefixroute.keys.keyset import Delta
 from prefixroute.replication.gossip import Gossip
 from prefixroute.replication.wire import KEY_LIMIT
 from prefixroute.replication.writer_set import OwnedSet
@@ -189,7 +189,7 @@ class Relay:
         copy = self._gossip.copies.get(endpoint) or self._gossip.members.join(endpoint, 1, "http://peer", self.now)
         assert isinstance(copy.keys, OwnedSet)
         copy.keys.stride = every
-        copy.keys.gather(Changes(come, gone))
+        copy.keys.gather(Delta(come, gone))
         copy.keys.publish(self.now)
 
     def deliver(self) -> int:

@@ -29,7 +29,7 @@ from digest import DOMAIN, random_keys
 from figures import Row, chosen, json_option, publish
 
 from prefixroute import BlocksStored, EngineBatch, Node, NodeSettings
-from prefixroute.keys.keyset import Changes, Keys
+from prefixroute.keys.keyset import Delta, Keys
 from prefixroute.node import SEND_BYTES
 from prefixroute.replication.gossip import Datagram, Gossip
 from prefixroute.replication.writer_set import OwnedSet
@@ -101,7 +101,7 @@ class Pair:
         self.owner.members.add_peer("node", "node", self.now)
         self.owner.members.join("owner/0", incarnation, "", self.now)
 
-    def publish(self, changes: Changes) -> None:
+    def publish(self, changes: Delta) -> None:
         """Let the owner hold other keys, and publish them."""
         keys = self.owner.copies["owner/0"].keys
         assert isinstance(keys, OwnedSet)
@@ -184,15 +184,15 @@ def peers(options: argparse.Namespace) -> Iterator[Row]:
                         (timed.longest_ns["owner"] / 1e6, "ms", CALL_MS)
                     )
 
-            pair.publish(Changes(set(first), set()))
+            pair.publish(Delta(set(first), set()))
             measure("added", n, pair.settle)
-            pair.publish(Changes(set(fresh), set(tenth)))
+            pair.publish(Delta(set(fresh), set(tenth)))
             measure("snapshot, 10 % differ", n, pair.settle)
             held = (first - tenth) | fresh
-            pair.publish(Changes(set(second), held))
+            pair.publish(Delta(set(second), held))
             measure("snapshot, all differ", 2 * n, pair.settle)
             pair.begin(2)
-            pair.publish(Changes(set(second), set()))
+            pair.publish(Delta(set(second), set()))
             measure("another life, the same keys", 2 * n, pair.settle)
             measure("forgotten", n, pair.forget)
     yield from rows_of(runs)

@@ -39,7 +39,7 @@ from .events import (
 from .keys.chain import STRIDE, ChainSpec, TokenChain, wire_key
 from .keys.chain_memo import ChainMemo
 from .keys.domain import Domain, checked_secrets
-from .keys.keyset import Changes, Keys
+from .keys.keyset import Delta, Keys
 from .keys.names import checked_name, owner_of
 from .load import LoadReport
 from .policy.interface import Policy
@@ -422,7 +422,7 @@ class Node:
             reason = f"events of rank {theirs} came to the endpoint of rank {ours}: add an endpoint for each rank"
             self._events.append(ResidencyChanged(endpoint, "mixed", reason))
 
-    def _took(self, endpoint: str, changes: Changes, told: list[NodeEvent], *, news_at: float | None = None) -> None:
+    def _took(self, endpoint: str, changes: Delta, told: list[NodeEvent], *, news_at: float | None = None) -> None:
         if changes.added or changes.removed:
             self._index.update(endpoint, changes.added, changes.removed)
             if news_at is not None:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from ..errors import UsageError
 from ..keys.chain import ANCHOR_STRIDES, STRIDE, WIRE_BITS, wire_key
-from ..keys.keyset import Changes
+from ..keys.keyset import Delta
 
 assert ANCHOR_STRIDES[-1] == STRIDE
 
@@ -70,12 +70,12 @@ class Anchors:
         """The anchor stride."""
         return self._every
 
-    def set_every(self, every: int, source: AnchorSource) -> Changes:
+    def set_every(self, every: int, source: AnchorSource) -> Delta:
         """Change the stride; return the wire keys that came and went by it. O(edges + anchors)."""
         self._every = _checked(every)
         return self.rebuild(source)
 
-    def rebuild(self, source: AnchorSource) -> Changes:
+    def rebuild(self, source: AnchorSource) -> Delta:
         """Take all anchors afresh and watch the source from here on; return what differs from before.
 
         O(edges + anchors), 0.3 us an anchor.
@@ -90,11 +90,11 @@ class Anchors:
             self._keys = {}
             for key in anchors:
                 self._gain(key)
-        return Changes(self._keys.keys() - before, before - self._keys.keys())
+        return Delta(self._keys.keys() - before, before - self._keys.keys())
 
-    def follow(self, source: AnchorSource) -> Changes:
+    def follow(self, source: AnchorSource) -> Delta:
         """Bring the set up to date; return the wire keys that came and went. O(touched blocks)."""
-        changes = Changes(set(), set())
+        changes = Delta(set(), set())
         every = self._every
         for key, depth in source.take_touched().items():
             wire = wire_key(key)

@@ -28,7 +28,7 @@ from ..events import (
 )
 from ..keys.chain import TokenChain
 from ..keys.domain import Domain
-from ..keys.keyset import Changes
+from ..keys.keyset import Delta
 from ..load import Advert, LoadReport, PushBackSettings, PushBackState, learnt
 from ..replication.copies import Copy
 from ..replication.writer_set import OwnedSet
@@ -90,7 +90,7 @@ class LocalEndpoint:
         """Where the blocks are known from: ``exact`` or ``partial`` events, or none (``silent``)."""
         return "silent" if self.history is not None else "partial" if self.residency.partial else "exact"
 
-    def apply(self, batch: EngineBatch, now: float) -> tuple[Changes, list[NodeEvent]]:
+    def apply(self, batch: EngineBatch, now: float) -> tuple[Delta, list[NodeEvent]]:
         """Apply what the engine did; return the wire keys that came and went, and what there is to tell."""
         if self.history is None:
             return self._apply(batch, now)
@@ -118,7 +118,7 @@ class LocalEndpoint:
             self.backlog.popleft()
         return None
 
-    def probed(self, report: LoadReport, now: float) -> tuple[Changes, list[NodeEvent]]:
+    def probed(self, report: LoadReport, now: float) -> tuple[Delta, list[NodeEvent]]:
         """Take a probe's report; return what `apply` would. An engine that sleeps holds nothing (vLLM, levels 1, 2)."""
         self.report = report
         self.residency.capacity_tokens = report.capacity_tokens
@@ -128,12 +128,12 @@ class LocalEndpoint:
             # Its own word for it comes with its next output, after it has woken up. Asked each time, not once: what it
             # told before may come after the first probe, from a replay.
             return self.apply(EngineBatch((BlocksCleared(GPU),)), now)
-        return Changes(set(), set()), []
+        return Delta(set(), set()), []
 
-    def go_by_history(self, reason: str, now: float) -> tuple[Changes, list[NodeEvent]]:
+    def go_by_history(self, reason: str, now: float) -> tuple[Delta, list[NodeEvent]]:
         """Let what is routed stand in for events from now on; return what `apply` would."""
         if self.history is not None:
-            return Changes(set(), set()), []
+            return Delta(set(), set()), []
         told: list[NodeEvent] = [ResidencyChanged(self.copy.endpoint, "silent", reason)]
         # What was known is of a life in which there were events.
         changes, more = self._apply(EngineBatch((StreamRestarted(),) if self.residency.counts.events else ()), now)
@@ -141,7 +141,7 @@ class LocalEndpoint:
         self.history = RoutingHistory(capacity) if capacity else RoutingHistory()
         return changes, told + more
 
-    def served(self, chain: TokenChain, cached_tokens: int | None, now: float) -> tuple[Changes, list[NodeEvent]]:
+    def served(self, chain: TokenChain, cached_tokens: int | None, now: float) -> tuple[Delta, list[NodeEvent]]:
         """Learn from a prompt that the engine served; return what `apply` would."""
         self.residency.forest.end_request(chain)
         if cached_tokens is not None:
@@ -149,10 +149,10 @@ class LocalEndpoint:
         told: list[NodeEvent] = []
         if self.history is None:
             if self.residency.counts.stored or chain.depth < 2:
-                return Changes(set(), set()), told
+                return Delta(set(), set()), told
             self._served_silently += 1
             if self._served_silently < SILENT_AFTER:
-                return Changes(set(), set()), told
+                return Delta(set(), set()), told
             reason = f"{SILENT_AFTER} prompts served and no engine event: is the event stream on? Going by history"
             told = self.go_by_history(reason, now)[1]
         assert self.history is not None
@@ -190,7 +190,7 @@ class LocalEndpoint:
         self.copy.advert = Advert(report, state, ttl_s, unit, confidence, held, age_s, arrivals)
         return [PushBackChanged(self.copy.endpoint, state.name.lower(), reason)] if changed else []
 
-    def _apply(self, batch: EngineBatch, now: float) -> tuple[Changes, list[NodeEvent]]:
+    def _apply(self, batch: EngineBatch, now: float) -> tuple[Delta, list[NodeEvent]]:
         residency, name = self.residency, self.copy.endpoint
         partial, restarts, inflated = residency.partial, residency.counts.restarts, residency.counts.inflated
         residency.apply(batch, now)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..keys.chain import TokenChain, wire_key
 from ..keys.hit_marks import marked, section
-from ..keys.keyset import Changes
+from ..keys.keyset import Delta
 from ..replication.writer_set import OwnedSet
 from ..residency.forest import Forest
 from .anchors import Anchors, choose_stride
@@ -58,7 +58,7 @@ class Publisher:
         """The anchor stride at present; 1 publishes every block."""
         return self._anchors.every if self._anchors is not None else 1
 
-    def note(self, gained: Collection[int], lost: Collection[int]) -> Changes:
+    def note(self, gained: Collection[int], lost: Collection[int]) -> Delta:
         """Take 64-bit keys that came and went; return the wire keys that did, for the index. O(changes)."""
         noted = self._note(gained, lost)
         if self._anchors is None:
@@ -75,7 +75,7 @@ class Publisher:
         """Take back what is left of a prompt's promise: by now the engine has told. O(its blocks)."""
         lost = self._promises.end(ticket)
         if lost:
-            self._keys.gather(Changes(set(), {wire for wire in lost if not self._has(wire)}))
+            self._keys.gather(Delta(set(), {wire for wire in lost if not self._has(wire)}))
 
     def gather(self, now: float) -> None:
         """Bring what is to be published up to date. O(changes); O(blocks) array work when the stride changes."""
@@ -86,10 +86,10 @@ class Publisher:
             self._publish(self._follow(self._anchors))
         gained = self._promises.settle(self.every, self._source.hits is not None)
         if gained:
-            self._keys.gather(Changes({wire for wire in gained if not self._has(wire)}, set()))
+            self._keys.gather(Delta({wire for wire in gained if not self._has(wire)}, set()))
 
-    def _note(self, gained: Collection[int], lost: Collection[int]) -> Changes:
-        noted = Changes(set(), set())
+    def _note(self, gained: Collection[int], lost: Collection[int]) -> Delta:
+        noted = Delta(set(), set())
         repeats, held = self._repeats, self._held
         if not repeats:
             # The usual case: no two blocks share a wire key, and with those that come it stays so.
@@ -116,16 +116,16 @@ class Publisher:
                 noted.gain(wire)
         return noted
 
-    def _follow(self, anchors: Anchors) -> Changes:
+    def _follow(self, anchors: Anchors) -> Delta:
         """Bring the anchors up to date, by the touched blocks or, when these are more than the anchors, afresh."""
         source = self._source
         return anchors.rebuild(source) if source.touched > len(anchors) + FOLLOW_BLOCKS else anchors.follow(source)
 
-    def _publish(self, changes: Changes) -> None:
+    def _publish(self, changes: Delta) -> None:
         """Take what the residency gained and lost; what is promised is published anyway."""
         promised = self._promises
         if len(promised):
-            changes = Changes(
+            changes = Delta(
                 {wire for wire in changes.added if wire not in promised},
                 {wire for wire in changes.removed if wire not in promised},
             )

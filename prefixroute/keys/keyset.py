@@ -84,7 +84,7 @@ def after(first: Difference, then: Difference) -> Difference:
     return Difference(merge(gone.left, back.right), merge(back.left, gone.right))
 
 
-class Changes(NamedTuple):
+class Delta(NamedTuple):
     """Keys that entered a set and keys that left it, net: a key that came and went again is in neither."""
 
     added: set[int]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..load import Advert, LoadReport
 from .assembly import Assembly
 from .limits import Limits
-from .replay_window import Window
+from .replay_window import ReplayWindow
 from .wire import LAST_BEAT, MARK_MASK, LoadWire, VectorEntry, Want, load_from_wire, load_to_wire
 from .writer_set import OwnedSet, WriterSet
 
@@ -75,7 +75,7 @@ class Peer:
         self.probes: dict[int, float] = {}
         self.life = 0
         """Its present run, as far as that is proved."""
-        self.window: Window | None = None
+        self.window: ReplayWindow | None = None
         self.meter = limits.of_peer()
         self.answers = limits.of_answers()
         self.work = limits.of_work()

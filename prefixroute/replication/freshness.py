@@ -32,7 +32,7 @@ from cachetools import LRUCache
 
 from .copies import Peer
 from .gossip_settings import GossipSettings
-from .replay_window import Window
+from .replay_window import ReplayWindow
 from .wire import Kind, Message, Stamp
 
 MAX_WAITING_BYTES = 1 << 20
@@ -106,17 +106,17 @@ class Freshness:
         waiting = self._waiting.get((message.sender, message.life))
         return waiting.message.contact if waiting is not None else ""
 
-    def window(self, peer: Peer) -> Window:
+    def window(self, peer: Peer) -> ReplayWindow:
         """Return the window of a peer's proved life."""
         if peer.window is None:
-            peer.window = Window(self._size)
+            peer.window = ReplayWindow(self._size)
         return peer.window
 
     def prove(self, peer: Peer, *messages: Message) -> None:
         """Take the life of these messages for the peer's, and their numbers for taken."""
         self._waiting.pop((peer.node, messages[-1].life), None)
         if peer.life != messages[-1].life or peer.window is None:
-            peer.life, peer.window = messages[-1].life, Window(self._size)
+            peer.life, peer.window = messages[-1].life, ReplayWindow(self._size)
         for message in messages:
             peer.window.take(message.sequence)
 

@@ -40,7 +40,7 @@ from .freshness import Freshness, Verdict
 from .gossip_settings import GossipSettings
 from .limits import BYTE_S, COPY_S, ENTRY_S, HELD_S, UPDATE_S
 from .members import Members
-from .receiving import Intake
+from .receiving import Receiver
 from .sending import Burst, Debt, least_room, owed
 from .tempo import Tempo
 from .wire import Envelope, Kind, Message, VectorEntry, decode, encode, overhead_bytes, verify
@@ -75,7 +75,7 @@ class Gossip:
         self.settings = settings
         self.tempo = Tempo(settings, now)
         self.members = Members(node, settings, self.tempo, emit, counters, on_update)
-        self.intake = Intake(self.members, settings, self.tempo, emit, self._reject, counters, on_update)
+        self.intake = Receiver(self.members, settings, self.tempo, emit, self._reject, counters, on_update)
         front = overhead_bytes(Message(node, 2**63 - 1, 2**63 - 1, True, domain.fields(), contact=settings.contact))
         least = front + least_room(bool(settings.zone))
         if settings.datagram_bytes < least:

@@ -32,7 +32,7 @@ STALLED_S = 1.0
 """A transfer without a part for so long gives way to another one."""
 
 
-class Intake:
+class Receiver:
     """Takes updates into the copies of `members`. `reject(source, kind, reason)` tells what could not be used."""
 
     def __init__(

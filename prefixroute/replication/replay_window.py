@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Window:
+class ReplayWindow:
     """Which of the last `size` numbers were taken. O(size / 64) a number, 0.2 us at 4,096."""
 
     __slots__ = ("_mask", "_seen", "_size", "_top")

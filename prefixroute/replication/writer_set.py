@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..keys.keyset import NO_KEYS, Changes, Difference, Keys, after, checksum, difference, patched, sorted_keys
+from ..keys.keyset import NO_KEYS, Delta, Difference, Keys, after, checksum, difference, patched, sorted_keys
 
 LOG_BYTES = 256 * 1024
 """Bound of a set's log of changes: about 16,000 changed keys, a minute of 250 blocks a second."""
@@ -281,12 +281,12 @@ class OwnedSet(WriterSet):
         self.version = 1
         self.stride = 1
         """The anchor stride of what is published next."""
-        self._pending = Changes(set(), set())
+        self._pending = Delta(set(), set())
         self._folded = Difference(NO_KEYS, NO_KEYS)
         """Added and removed keys that are pending since longer."""
         self._published_at = float("-inf")
 
-    def gather(self, changes: Changes) -> None:
+    def gather(self, changes: Delta) -> None:
         """Take wire keys that came and went. O(changes)."""
         self._pending.lose_all(changes.removed)
         self._pending.gain_all(changes.added)
@@ -295,7 +295,7 @@ class OwnedSet(WriterSet):
 
     def become(self, keys: set[int]) -> None:
         """Take what is to be held once all is published, whatever was pending. O(n), 20 ns a key."""
-        self._pending = Changes(set(), set())
+        self._pending = Delta(set(), set())
         self._folded = difference(sorted_keys(keys), self.keys)
 
     def pending(self) -> set[int]:
@@ -326,7 +326,7 @@ class OwnedSet(WriterSet):
         if self._pending.added or self._pending.removed:
             recent = Difference(sorted_keys(self._pending.added), sorted_keys(self._pending.removed))
             self._folded = after(self._folded, recent)
-            self._pending = Changes(set(), set())
+            self._pending = Delta(set(), set())
 
 
 def _net(steps: list[_Step]) -> tuple[Keys, Keys]:

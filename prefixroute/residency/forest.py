@@ -4,7 +4,7 @@ Rules:
 1. With one tree, the usual case, nothing is kept here. With several, the holders of every key are counted.
 2. What every tree holds is closed under prefixes, since each tree's blocks are. Its anchors (`tree`, rule 5) are those
    of any tree that all of them hold. Where the trees go apart none may have an end; that costs fidelity, not truth.
-3. A block counts when every tree holds it. Of a hybrid model what is published, and its anchors, are `hits`' to say.
+3. A block counts when every tree holds it. Of a hybrid model what is published, and its anchors, are `hybrid_hits`' to say.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from math import inf
 
 from ..events import Handle
 from ..keys.chain import TokenChain
-from ..keys.keyset import Changes
+from ..keys.keyset import Delta
 from .group import Group
-from .hybrid_hits import Hits
+from .hybrid_hits import HybridHits
 from .tree import RadixTree
 
 
@@ -36,10 +36,10 @@ class Forest:
         self._holders: dict[int, int] = {}
         """With two or more trees: key -> how many of them hold it."""
         self._quorum = 0
-        self._changes = Changes(set(), set())
+        self._changes = Delta(set(), set())
         self._touched: dict[int, int] = {}
         self._watched = False
-        self.hits: Hits | None = None
+        self.hits: HybridHits | None = None
         """Where hits end, of a hybrid model."""
 
     @property
@@ -64,27 +64,27 @@ class Forest:
         return self.matchable if self.hits is None else len(self.hits)
 
     def published_keys(self) -> Iterator[int]:
-        """Yield the keys that are to be published; see `ends` for those of a hybrid model."""
+        """Yield the keys that are to be published; see `keys.hit_marks` for those of a hybrid model."""
         return self.keys() if self.hits is None else self.hits.keys()
 
-    def take_changes(self) -> Changes:
+    def take_changes(self) -> Delta:
         """Return and forget the keys that came to be published, and ceased to be, since the last call."""
         if self.hits is not None:
             return self.hits.take_changes()
-        changes, self._changes = self._changes, Changes(set(), set())
+        changes, self._changes = self._changes, Delta(set(), set())
         return changes
 
-    def end_anywhere(self, block_tokens: int) -> Hits:
+    def end_anywhere(self, block_tokens: int) -> HybridHits:
         """Publish only where hits end from now on: the endpoint's model is a hybrid. O(blocks)."""
         self.collect()
         given = (set(self.keys()) - self._changes.added) | self._changes.removed
-        self._changes = Changes(set(), set())
+        self._changes = Delta(set(), set())
         for tree in self._trees:
             tree.touch_all()
         self._touched = self.take_touched()
         for tree in self._trees:
             tree.watch_anchors(False)
-        self.hits = Hits(block_tokens, self._holds, self._up, given, self._watched)
+        self.hits = HybridHits(block_tokens, self._holds, self._up, given, self._watched)
         return self.hits
 
     def add(self, tree: RadixTree) -> None:
@@ -137,9 +137,9 @@ class Forest:
                     self._quorum += 1
 
     def find_ends(self, groups: Iterable[Group], credited: Sequence[str], unit: int, told: Sequence[Handle]) -> None:
-        """Bring the ends of a hybrid model up to date after `collect`; see `Hits.collect`."""
+        """Bring the ends of a hybrid model up to date after `collect`; see `HybridHits.collect`."""
         assert self.hits is not None
-        held, self._changes = self._changes, Changes(set(), set())
+        held, self._changes = self._changes, Delta(set(), set())
         self.hits.collect(groups, credited, unit, told, held)
 
     # --- anchors -------------------------------------------------------------------------------------------

@@ -1,14 +1,14 @@
-"""One group's engine blocks by handle, held as runs (`spans`).
+"""One group's engine blocks by handle, held as `Run`s.
 
 Rules:
-1. A block in the middle of a span that gets something below it, or another copy, or loses one, is cut off first; what
-   is equal again is joined again. Neither changes anything that a span vouches for.
-2. Cutting and joining move the smaller part. Nothing here but `each` is slower for a longer span, save for copying its
+1. A block in the middle of a run that gets something below it, or another copy, or loses one, is cut off first; what
+   is equal again is joined again. Neither changes anything that a run vouches for.
+2. Cutting and joining move the smaller part. Nothing here but `each` is slower for a longer run, save for copying its
    list of handles and its tokens.
-3. A span without copies is kept for what is below it alone. If the tree alone has its tokens, it is one block, so that
+3. A run without copies is kept for what is below it alone. If the tree alone has its tokens, it is one block, so that
    each block has a key by which the tree is asked whether it still has them.
 
-Memory: about 110 bytes a block for the entry that finds a handle's span, beside the handle's own.
+Memory: about 110 bytes a block for the entry that finds a handle's run, beside the handle's own.
 """
 
 from __future__ import annotations
@@ -19,84 +19,84 @@ from itertools import repeat
 from ..events import Handle
 from ..keys.chain import TOKEN_BYTES
 from .reblock import Reblocker
-from .runs import Span
-from .window_group import Window
+from .runs import Run
+from .window_group import WindowGroup
 
 BUSY_KIDS = 8
-"""With more kids a span is not joined with its parent any more: each of them would have to be pointed elsewhere."""
+"""With more kids a run is not joined with its parent any more: each of them would have to be pointed elsewhere."""
 
 
 class Group:
     """One KV-cache group's engine blocks; `reblocker` only for a full-attention group, `window` for one that is not."""
 
-    __slots__ = ("block_size", "reblocker", "spans", "waiting", "window")
+    __slots__ = ("block_size", "reblocker", "runs", "waiting", "window")
 
-    def __init__(self, reblocker: Reblocker | None, window: Window | None = None) -> None:
+    def __init__(self, reblocker: Reblocker | None, window: WindowGroup | None = None) -> None:
         self.reblocker = reblocker
         self.window = window
         self.block_size = 0
-        self.spans: dict[Handle, Span] = {}
-        self.waiting: dict[Handle, dict[Handle, Span]] = {}
-        """Spans whose parent has not come, by its handle and by their own first one."""
+        self.runs: dict[Handle, Run] = {}
+        self.waiting: dict[Handle, dict[Handle, Run]] = {}
+        """Runs whose parent has not come, by its handle and by their own first one."""
 
-    def each(self) -> list[Span]:
-        """Return the spans, in the order in which their handles came. O(blocks)."""
-        return list(dict.fromkeys(self.spans.values()))
+    def each(self) -> list[Run]:
+        """Return the runs, in the order in which their handles came. O(blocks)."""
+        return list(dict.fromkeys(self.runs.values()))
 
     # --- cutting -------------------------------------------------------------------------------------------
 
-    def ending(self, handle: Handle) -> Span:
-        """Return the span of a known handle, cut so that it ends with that block."""
-        span = self.spans[handle]
-        if span.handles[-1] == handle:
-            return span
-        return self.cut(span, span.handles.index(handle) + 1)[0]
+    def ending(self, handle: Handle) -> Run:
+        """Return the run of a known handle, cut so that it ends with that block."""
+        run = self.runs[handle]
+        if run.handles[-1] == handle:
+            return run
+        return self.cut(run, run.handles.index(handle) + 1)[0]
 
-    def piece(self, span: Span, lower: int, upper: int) -> Span:
-        """Return blocks `lower` to `upper` - 1 of a span as one of their own."""
-        if upper < len(span.handles):
-            span = self.cut(span, upper)[0]
-        return self.cut(span, lower)[1] if lower else span
+    def piece(self, run: Run, lower: int, upper: int) -> Run:
+        """Return blocks `lower` to `upper` - 1 of a run as one of their own."""
+        if upper < len(run.handles):
+            run = self.cut(run, upper)[0]
+        return self.cut(run, lower)[1] if lower else run
 
-    def singles(self, span: Span) -> list[Span]:
-        """Cut a span into its blocks."""
+    def singles(self, run: Run) -> list[Run]:
+        """Cut a run into its blocks."""
         blocks = []
-        while len(span.handles) > 1:
-            span, last = self.cut(span, len(span.handles) - 1)
+        while len(run.handles) > 1:
+            run, last = self.cut(run, len(run.handles) - 1)
             blocks.append(last)
-        return [*blocks, span]
+        return [*blocks, run]
 
-    def cut(self, span: Span, at: int) -> tuple[Span, Span]:
-        """Cut before block `at`, 0 < at < blocks. The new span is the smaller one: O(min of both), and its kids."""
-        key = self.reblocker.key_at(span, at) if self.reblocker is not None else None
-        new = Span([], span.epoch)
-        new.copies, new.root, new.unit = span.copies, span.root, span.unit
-        if 2 * at <= len(span.handles):
-            upper, lower = new, span
-            upper.handles = span.handles[:at]
-            del span.handles[:at]
-            self._take_place(span, upper)
-            if span.unit:
-                span.behead(upper, at)
+    def cut(self, run: Run, at: int) -> tuple[Run, Run]:
+        """Cut before block `at`, 0 < at < blocks. The new run is the smaller one: O(min of both), and its kids."""
+        key = self.reblocker.key_at(run, at) if self.reblocker is not None else None
+        new = Run([], run.epoch)
+        new.copies, new.root, new.unit = run.copies, run.root, run.unit
+        if 2 * at <= len(run.handles):
+            upper, lower = new, run
+            upper.handles = run.handles[:at]
+            del run.handles[:at]
+            self._take_place(run, upper)
+            if run.unit:
+                run.behead(upper, at)
         else:
-            upper, lower = span, new
-            lower.handles = span.handles[at:]
-            del span.handles[at:]
-            lower.kids, span.kids, lower.key = span.kids, None, span.key
+            upper, lower = run, new
+            lower.handles = run.handles[at:]
+            del run.handles[at:]
+            lower.kids, run.kids, lower.key = run.kids, None, run.key
             for kid in lower.each_kid():
                 kid.parent = lower
-            if span.unit:
-                lower.end = span.end
-                lower.tokens, lower.contents = span.trim(at)
-                lower.start = span.end
+            if run.unit:
+                lower.end = run.end
+                lower.tokens, lower.contents = run.trim(at)
+                lower.start = run.end
         upper.key = key
-        if span.unit:
+        if run.unit:
             lower.link(upper)
-        self.spans.update(dict.fromkeys(new.handles, new))
+        self.runs.update(dict.fromkeys(new.handles, new))
         return upper, lower
 
-    def join(self, parent: Span, kid: Span) -> Span:
-        """Make one span of a parent and its kid that continues it. O(min of both), and the kid's kids."""
+    def join(self, parent: Run, kid: Run) -> Run:
+        """Make one run of a parent and its kid that continues it. O(min of both), and the kid's kids."""
         # A kid that ends no canonical block may have no key yet, even if its parent has.
         key = kid.key if self.reblocker is not None and self.reblocker.ends_block(kid) else parent.key
         if len(kid.handles) <= len(parent.handles):
@@ -107,76 +107,76 @@ class Group:
             kid.precede(parent)
             self._take_place(parent, kid)
         joined.key = key
-        self.spans.update(dict.fromkeys(moved, joined))
+        self.runs.update(dict.fromkeys(moved, joined))
         return joined
 
-    def heal(self, span: Span) -> None:
-        """Join a span with its parent and with its only kid where they have become equal."""
-        if span.parent is not None and _may_join(span.parent, span):
-            span = self.join(span.parent, span)
-        if isinstance(span.kids, Span) and _may_join(span, span.kids):
-            self.join(span, span.kids)
+    def heal(self, run: Run) -> None:
+        """Join a run with its parent and with its only kid where they have become equal."""
+        if run.parent is not None and _may_join(run.parent, run):
+            run = self.join(run.parent, run)
+        if isinstance(run.kids, Run) and _may_join(run, run.kids):
+            self.join(run, run.kids)
 
-    def _take_place(self, span: Span, upper: Span) -> None:
-        """Give a span's place below its parent, or among those that wait, to `upper`, which begins with its handle."""
-        parent, upper.parent, span.parent = span.parent, span.parent, None
+    def _take_place(self, run: Run, upper: Run) -> None:
+        """Give a run's place below its parent, or among those that wait, to `upper`, which begins with its handle."""
+        parent, upper.parent, run.parent = run.parent, run.parent, None
         if parent is not None:
             if isinstance(parent.kids, dict):
                 parent.kids[upper.handles[0]] = upper
             else:
                 parent.kids = upper
-        if span.wants is not None:
-            self.waiting[span.wants][upper.handles[0]] = upper
-            upper.wants, span.wants = span.wants, None
+        if run.wants is not None:
+            self.waiting[run.wants][upper.handles[0]] = upper
+            upper.wants, run.wants = run.wants, None
 
-    def enter(self, span: Span) -> bool:
-        """Let a new span be found by its handles if all are new and none comes twice; return whether."""
-        known = len(self.spans)
-        found = list(map(self.spans.setdefault, span.handles, repeat(span)))
-        if len(self.spans) - known == len(found):
+    def enter(self, run: Run) -> bool:
+        """Let a new run be found by its handles if all are new and none comes twice; return whether."""
+        known = len(self.runs)
+        found = list(map(self.runs.setdefault, run.handles, repeat(run)))
+        if len(self.runs) - known == len(found):
             return True
-        self.leave(span, found)
+        self.leave(run, found)
         return False
 
-    def leave(self, span: Span, found: list[Span] | None = None) -> None:
-        """Take back `enter`; `found` are the spans of its handles."""
-        for handle, other in zip(span.handles, found or repeat(span), strict=False):
-            if other is span:
-                self.spans.pop(handle, None)
+    def leave(self, run: Run, found: list[Run] | None = None) -> None:
+        """Take back `enter`; `found` are the runs of its handles."""
+        for handle, other in zip(run.handles, found or repeat(run), strict=False):
+            if other is run:
+                self.runs.pop(handle, None)
 
-    def keep(self, span: Span) -> None:
-        """Let a new span be found by its handles."""
-        self.spans.update(dict.fromkeys(span.handles, span))
+    def keep(self, run: Run) -> None:
+        """Let a new run be found by its handles."""
+        self.runs.update(dict.fromkeys(run.handles, run))
 
     # --- places --------------------------------------------------------------------------------------------
 
-    def place_below(self, span: Span, wanted: Handle) -> None:
-        """Link to the parent or wait for it; a span that names itself stays unresolved (Dynamo #6569)."""
-        parent = self.spans.get(wanted)
+    def place_below(self, run: Run, wanted: Handle) -> None:
+        """Link to the parent or wait for it; a run that names itself stays unresolved (Dynamo #6569)."""
+        parent = self.runs.get(wanted)
         if parent is None:
-            span.wants = wanted
-            self.waiting.setdefault(wanted, {})[span.handles[0]] = span
-        elif parent is not span:
-            span.link(self.ending(wanted))
+            run.wants = wanted
+            self.waiting.setdefault(wanted, {})[run.handles[0]] = run
+        elif parent is not run:
+            run.link(self.ending(wanted))
 
     def adopt(self, handles: list[Handle]) -> None:
-        """Attach the spans that waited for one of these handles, and all below them if the path is known."""
+        """Attach the runs that waited for one of these handles, and all below them if the path is known."""
         if not self.waiting or self.waiting.keys().isdisjoint(handles):
             return
         for handle in [handle for handle in handles if handle in self.waiting]:
             for kid in self.waiting.pop(handle).values():
-                span = self.ending(handle)
-                kid.link(span)
-                if span.root is not None and self.reblocker is not None:
-                    self.reblocker.resolve(kid, span.root)
+                run = self.ending(handle)
+                kid.link(run)
+                if run.root is not None and self.reblocker is not None:
+                    self.reblocker.resolve(kid, run.root)
 
-    def drop(self, span: Span) -> Span | None:
-        """Forget a span that has no copy, and its unheld ancestors, while nothing is below them; return who stays."""
-        spans = self.spans
-        at: Span | None = span
+    def drop(self, run: Run) -> Run | None:
+        """Forget a run that has no copy, and its unheld ancestors, while nothing is below them; return who stays."""
+        runs = self.runs
+        at: Run | None = run
         while at is not None and not at.copies and at.kids is None:
             for handle in at.handles:
-                del spans[handle]
+                del runs[handle]
             if at.wants is not None:
                 self._stop_waiting(at)
             at = at.unlink()
@@ -184,33 +184,33 @@ class Group:
 
     def forget_lost(self, handles: list[Handle]) -> None:
         """Forget those handles whose tokens are gone with their last copy; what is below them waits for them again."""
-        spans = self.spans
+        runs = self.runs
         for handle in handles:
-            span = spans.get(handle)
-            if span is None or span.copies or self.reblocker is None or not self.reblocker.lost(span):
+            run = runs.get(handle)
+            if run is None or run.copies or self.reblocker is None or not self.reblocker.lost(run):
                 continue
-            for kid in list(span.each_kid()):
+            for kid in list(run.each_kid()):
                 kid.parent, kid.wants = None, handle
                 self.waiting.setdefault(handle, {})[kid.handles[0]] = kid
                 self.reblocker.unresolve(kid)
-            span.kids = None
-            self.drop(span)
+            run.kids = None
+            self.drop(run)
 
-    def _stop_waiting(self, span: Span) -> None:
-        assert span.wants is not None
-        waiting = self.waiting[span.wants]
-        del waiting[span.handles[0]]
+    def _stop_waiting(self, run: Run) -> None:
+        assert run.wants is not None
+        waiting = self.waiting[run.wants]
+        del waiting[run.handles[0]]
         if not waiting:
-            del self.waiting[span.wants]
+            del self.waiting[run.wants]
 
     # --- runs of handles -----------------------------------------------------------------------------------
 
-    def stretch(self, span: Span, handles: list[Handle], i: int, back: bool) -> tuple[int, int]:
-        """Return which blocks of `span`, from one to another, the handles from `i` on name.
+    def stretch(self, run: Run, handles: list[Handle], i: int, back: bool) -> tuple[int, int]:
+        """Return which blocks of `run`, from one to another, the handles from `i` on name.
 
         Root side first, or also the other way if `back`. O(blocks named), and C's own search for the first.
         """
-        mine = span.handles
+        mine = run.handles
         first = handles[i]
         at = 0 if mine[0] == first else len(mine) - 1 if mine[-1] == first else mine.index(first)
         if i + 1 == len(handles):
@@ -221,57 +221,57 @@ class Group:
             return at - n + 1, at + 1
         return at, at + n
 
-    def stretches(self, handles: list[Handle]) -> Iterator[tuple[int, int, Span | None]]:
-        """Yield (i, j, span) until every handle was named: those from `i` to `j` - 1 are a span's, or none's so far."""
+    def stretches(self, handles: list[Handle]) -> Iterator[tuple[int, int, Run | None]]:
+        """Yield (i, j, run) until every handle was named: those from `i` to `j` - 1 are a run's, or none's so far."""
         i = 0
         while i < len(handles):
-            span = self.spans.get(handles[i])
-            if span is None:
+            run = self.runs.get(handles[i])
+            if run is None:
                 j = self._new_until(handles, i)
                 yield i, j, None
             else:
-                lower, upper = self.stretch(span, handles, i, back=False)
+                lower, upper = self.stretch(run, handles, i, back=False)
                 j = i + upper - lower
-                yield i, j, self.piece(span, lower, upper)
+                yield i, j, self.piece(run, lower, upper)
             i = j
 
     def _new_until(self, handles: list[Handle], i: int) -> int:
-        """Where the handles from `i` on that no span has, each once, end."""
+        """Where the handles from `i` on that no run has, each once, end."""
         seen: set[Handle] = set()
         for at in range(i, len(handles)):
-            if handles[at] in self.spans or handles[at] in seen:
+            if handles[at] in self.runs or handles[at] in seen:
                 return at
             seen.add(handles[at])
         return len(handles)
 
     def _check(self) -> None:
-        """Assert every invariant of the spans. O(blocks)."""
-        spans = self.each()
-        assert sum(len(span.handles) for span in spans) == len(self.spans)
-        for span in spans:
-            assert all(self.spans[handle] is span for handle in span.handles)
-            assert span.copies or span.kids is not None, "an unheld span without kids is dropped"
-            assert all(n > 0 for n in span.copies.values())
-            assert all(kid.parent is span for kid in span.each_kid())
-            assert span.end - span.start == span.unit * len(span.handles)
-            assert span.tokens is None or len(span.tokens) == (span.end - span.start) * TOKEN_BYTES
-            assert span.tokens is not None or span.copies or not span.known or len(span.handles) == 1
-            assert all(0 <= item.start < span.end - span.start for item in span.contents)
+        """Assert every invariant of the runs. O(blocks)."""
+        runs = self.each()
+        assert sum(len(run.handles) for run in runs) == len(self.runs)
+        for run in runs:
+            assert all(self.runs[handle] is run for handle in run.handles)
+            assert run.copies or run.kids is not None, "an unheld run without kids is dropped"
+            assert all(n > 0 for n in run.copies.values())
+            assert all(kid.parent is run for kid in run.each_kid())
+            assert run.end - run.start == run.unit * len(run.handles)
+            assert run.tokens is None or len(run.tokens) == (run.end - run.start) * TOKEN_BYTES
+            assert run.tokens is not None or run.copies or not run.known or len(run.handles) == 1
+            assert all(0 <= item.start < run.end - run.start for item in run.contents)
             if self.reblocker is not None:
-                self.reblocker.check(span)
-            if span.parent is not None:
-                assert self.spans[span.parent.handles[-1]] is span.parent
-                assert any(kid is span for kid in span.parent.each_kid())
-                if span.root is not None:
-                    assert span.parent.root == span.root and span.parent.end == span.start
-            if span.wants is not None:
-                assert span.wants not in self.spans and self.waiting[span.wants][span.handles[0]] is span
+                self.reblocker.check(run)
+            if run.parent is not None:
+                assert self.runs[run.parent.handles[-1]] is run.parent
+                assert any(kid is run for kid in run.parent.each_kid())
+                if run.root is not None:
+                    assert run.parent.root == run.root and run.parent.end == run.start
+            if run.wants is not None:
+                assert run.wants not in self.runs and self.waiting[run.wants][run.handles[0]] is run
         for wanted, waiting in self.waiting.items():
-            assert waiting and all(span.wants == wanted for span in waiting.values())
-            assert all(self.spans[first] is span and span.handles[0] == first for first, span in waiting.items())
+            assert waiting and all(run.wants == wanted for run in waiting.values())
+            assert all(self.runs[first] is run and run.handles[0] == first for first, run in waiting.items())
 
 
-def _may_join(parent: Span, kid: Span) -> bool:
+def _may_join(parent: Run, kid: Run) -> bool:
     """Whether a kid continues its parent, and is not at a busy fork, where it would be cut off and joined in turns."""
     return kid.continues(parent) and not (isinstance(kid.kids, dict) and len(kid.kids) > BUSY_KIDS)
 

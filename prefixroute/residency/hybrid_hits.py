@@ -2,9 +2,9 @@
 
 Rules:
 1. A hit ends at a depth that all full-attention groups hold (`forest`), that every window and state group reaches
-   (`windows`), and that is a multiple of the hit unit. Those depths are *ends*; all else that is held is of no use.
+   (`window_group`), and that is a multiple of the hit unit. Those depths are *ends*; all else that is held is of no use.
 2. A window's block gets its place from the full-attention block of the same handle. One that has none yet waits.
-3. What is published is ends and marks (`ends`), at anchor stride 1. At stride k an end counts as an anchor when its
+3. What is published is ends and marks (`keys.hit_marks`), at anchor stride 1. At stride k an end counts as an anchor when its
    depth is a multiple of k, or no block of the first window group right below it is one: of neighbours the last stays.
 
 Memory: about 900 bytes an end beside the windows' own; nothing of this is there for an endpoint without such a group.
@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..events import Handle
 from ..keys.hit_marks import ENDS_ONLY, marked, section
-from ..keys.keyset import Changes
+from ..keys.keyset import Delta
 from .group import Group
-from .runs import Span
-from .window_group import Window
+from .runs import Run
+from .window_group import WindowGroup
 
 
-class Hits:
+class HybridHits:
     """The ends of one endpoint, and what is to be published of them.
 
     `holds(key, depth)` says whether every full-attention group holds a block and all above it, and `up(key, depth, n)`
@@ -56,7 +56,7 @@ class Hits:
         self._holds = holds
         self._up = up
         self._unit = 0
-        self._windows: list[Window] = []
+        self._windows: list[WindowGroup] = []
         self._places: dict[Handle, tuple[int, int]] = {}
         """Handle -> (key, depth) of the window blocks that end where a canonical block does."""
         self._ready: dict[int, list[Handle]] = {}
@@ -65,7 +65,7 @@ class Hits:
         """Key -> the marks that it has."""
         self._marks: dict[int, int] = {}
         """Marked key -> ends that have it."""
-        self._changes = Changes(set(), given)
+        self._changes = Delta(set(), given)
         self._changes.gain(ENDS_ONLY)
         self._touched: dict[int, int] | None = {ENDS_ONLY: 0} if watched else None
         self._waits = False
@@ -111,7 +111,7 @@ class Hits:
     # --- following -----------------------------------------------------------------------------------------
 
     def collect(
-        self, groups: Iterable[Group], credited: Sequence[str], unit: int, told: Sequence[Handle], held: Changes
+        self, groups: Iterable[Group], credited: Sequence[str], unit: int, told: Sequence[Handle], held: Delta
     ) -> None:
         """Take what came and went in `groups`, and of what all trees hold; `told` is what their groups told of.
 
@@ -156,12 +156,12 @@ class Hits:
             if key in self._ready:
                 self._enter(key)
 
-    def take_changes(self) -> Changes:
+    def take_changes(self) -> Delta:
         """Return and forget the keys that came to be published, and ceased to be, since the last call."""
-        changes, self._changes = self._changes, Changes(set(), set())
+        changes, self._changes = self._changes, Delta(set(), set())
         return changes
 
-    def close(self) -> Changes:
+    def close(self) -> Delta:
         """Return what `take_changes` would if all were gone: the endpoint is a hybrid no longer."""
         for key in self.keys():
             self._changes.lose(key)
@@ -193,16 +193,16 @@ class Hits:
     def _follow(
         self,
         group: Group,
-        window: Window,
+        window: WindowGroup,
         wanted: dict[Handle, None],
         full: list[Group],
         credited: Sequence[str],
     ) -> None:
         """Let the window of a group hold what the group does, of the handles that are wanted."""
-        near: tuple[Span, int] | None = None
+        near: tuple[Run, int] | None = None
         for handle in wanted:
-            span = group.spans.get(handle)
-            if span is None or not any(tier in span.copies for tier in credited):
+            run = group.runs.get(handle)
+            if run is None or not any(tier in run.copies for tier in credited):
                 window.unplaced.discard(handle)
                 window.unlink(handle)
                 if handle in window:
@@ -218,36 +218,36 @@ class Hits:
                     window.unplaced.add(handle)
 
     def _place(
-        self, handle: Handle, window: Window, full: list[Group], near: tuple[Span, int] | None
-    ) -> tuple[Span, int] | None:
+        self, handle: Handle, window: WindowGroup, full: list[Group], near: tuple[Run, int] | None
+    ) -> tuple[Run, int] | None:
         """Hold a block of a window where its full-attention block lies; return that, None if there is none.
 
         `near` is where the last one was: as a rule they come in a row.
         """
         for group in full:
-            span = group.spans.get(handle)
-            if span is None or span.root is None or not window.block_size:
+            run = group.runs.get(handle)
+            if run is None or run.root is None or not window.block_size:
                 continue
-            at = _at(span, handle, near)
-            end = span.start + (at + 1) * span.unit
+            at = _at(run, handle, near)
+            end = run.start + (at + 1) * run.unit
             start = end - window.block_size
             if end % window.block_size:
                 continue
             before: Handle | None = None
             if start and not window.alone:
-                before = _ending_at(span, start)
+                before = _ending_at(run, start)
                 if before is None and window.linked(handle):
                     before = window.above(handle)
                 elif before is None:
                     continue
             if end % self._size == 0 and handle not in self._places:
                 assert group.reblocker is not None
-                key = group.reblocker.key_at(span, at + 1)
+                key = group.reblocker.key_at(run, at + 1)
                 if key is None:
                     continue
                 self._places[handle] = (key, end // self._size)
             window.hold(handle, before)
-            return span, at
+            return run, at
         return None
 
     def _judge(self, handle: Handle) -> None:
@@ -320,7 +320,7 @@ class Hits:
         for group, window in others:
             window._check()
             assert not window.touched and not window.changed
-            held = {h for h, span in group.spans.items() if any(tier in span.copies for tier in credited)}
+            held = {h for h, run in group.runs.items() if any(tier in run.copies for tier in credited)}
             assert held == window.unplaced | window._runs.keys()
         placed = {handle for window in self._windows for handle in window._runs}
         assert self._places.keys() <= placed
@@ -342,10 +342,10 @@ class Hits:
         assert marks == self._marks
 
 
-def _at(span: Span, handle: Handle, near: tuple[Span, int] | None) -> int:
-    """Which block of a span a handle is: the one behind `near`, the first, the last, or wherever it is found."""
-    handles = span.handles
-    if near is not None and near[0] is span and near[1] + 1 < len(handles) and handles[near[1] + 1] == handle:
+def _at(run: Run, handle: Handle, near: tuple[Run, int] | None) -> int:
+    """Which block of a run a handle is: the one behind `near`, the first, the last, or wherever it is found."""
+    handles = run.handles
+    if near is not None and near[0] is run and near[1] + 1 < len(handles) and handles[near[1] + 1] == handle:
         return near[1] + 1
     return 0 if handles[0] == handle else len(handles) - 1 if handles[-1] == handle else handles.index(handle)
 
@@ -353,15 +353,15 @@ def _at(span: Span, handle: Handle, near: tuple[Span, int] | None) -> int:
 def _end_of(handle: Handle, full: Iterable[Group]) -> int | None:
     """The token at which a block ends, if a full-attention block of the same handle does, and its path is known."""
     for group in full:
-        span = group.spans.get(handle)
-        if span is not None and span.root is not None:
-            return span.start + (_at(span, handle, None) + 1) * span.unit
+        run = group.runs.get(handle)
+        if run is not None and run.root is not None:
+            return run.start + (_at(run, handle, None) + 1) * run.unit
     return None
 
 
-def _ending_at(span: Span, end: int) -> Handle | None:
-    """The block of a path that ends at token `end`, which is above the end of `span`; None if none does."""
-    at: Span | None = span
+def _ending_at(run: Run, end: int) -> Handle | None:
+    """The block of a path that ends at token `end`, which is above the end of `run`; None if none does."""
+    at: Run | None = run
     while at is not None and at.start >= end:
         at = at.parent
     if at is None:

@@ -7,9 +7,9 @@ Rules (each has a recorded stream or a named issue behind it):
 3. Handles map to tokens only when len(tokens) == len(handles) * block_size; otherwise the blocks are counted, never
    matched (vLLM #44451). An event without tokens gives a known handle a copy in another tier.
 4. Engine blocks of any size become canonical blocks (`reblock`). One is held while all its tokens are. Blocks of one
-   path with equal copies are kept as one run (`spans`), so that small pages cost little more than large blocks.
+   path with equal copies are kept as one run (`runs`), so that small pages cost little more than large blocks.
 5. Blocks are placed by full-attention groups, and a prefix counts only if every such group holds it. Window and state
-   groups enter the hit unit, and with them only where each has what it needs can a hit end: that is published (`hits`).
+   groups enter the hit unit, and with them only where each has what it needs can a hit end: that is published (`hybrid_hits`).
 6. A gap makes the residency partial: what was known before it is doubtful until it is stored again, reported or
    removed. A report adds no copies (vLLM #45261).
 7. Nothing that an engine sends raises: unknown removals and unusable events are counters.
@@ -48,9 +48,10 @@ from .forest import Forest
 from .group import Group
 from .reblock import Reblocker
 from .report import parts_of
-from .runs import Span
-from .tree import Changes, RadixTree
-from .window_group import APART_KINDS, Window
+from .runs import Run
+from ..keys.keyset import Delta
+from .tree import RadixTree
+from .window_group import APART_KINDS, WindowGroup
 
 EVICTION_WEIGHT = 0.1
 """Weight of the newest eviction in the smoothed idle age."""
@@ -63,7 +64,7 @@ class Residency:
     """The mirror of one endpoint's engine (one data-parallel rank), exact while its stream is clean.
 
     `apply` takes batches in order and never raises for what an engine sent. `take_changes` gives the 64-bit keys that
-    came to be published, and ceased to be: matchable canonical blocks, of a hybrid model the ends of hits (`ends`).
+    came to be published, and ceased to be: matchable canonical blocks, of a hybrid model the ends of hits (`keys.hit_marks`).
     `credited` tiers count for a match. `capacity_tokens`, when known, bounds the live copies in the GPU tier.
     """
 
@@ -115,7 +116,7 @@ class Residency:
         return self.forest.keys()
 
     def published(self) -> Iterator[int]:
-        """Yield the 64-bit keys that are to be published: `keys`, or those of a hybrid model (`ends`)."""
+        """Yield the 64-bit keys that are to be published: `keys`, or those of a hybrid model (`keys.hit_marks`)."""
         return self.forest.published_keys()
 
     @property
@@ -127,14 +128,14 @@ class Residency:
         """Return live blocks by (tier, group). O(blocks)."""
         rows: dict[tuple[str, int], list[int]] = {}
         for number, group in self._groups.items():
-            for span in group.each():
-                for tier, copies in span.copies.items():
+            for run in group.each():
+                for tier, copies in run.copies.items():
                     row = rows.setdefault((tier, number), [0, 0])
-                    row[0] += len(span.handles)
-                    row[1] += copies * len(span.handles)
+                    row[0] += len(run.handles)
+                    row[1] += copies * len(run.handles)
         return [Live(tier, number, handles, copies) for (tier, number), (handles, copies) in sorted(rows.items())]
 
-    def take_changes(self) -> Changes:
+    def take_changes(self) -> Delta:
         """Return and forget the keys that came to be published, and ceased to be, since the last call."""
         return self.forest.take_changes()
 
@@ -206,7 +207,7 @@ class Residency:
             # A partial block is smaller, and what another tier keeps as one may be several blocks.
             group.block_size = max(group.block_size, event.block_size)
         if group.window is not None:
-            group.window.size(event.window, group.block_size, group.spans)
+            group.window.size(event.window, group.block_size, group.runs)
             group.window.tell(event.parent, event.handles, len(event.tokens))
         elif self.forest.hits is not None:
             self._told += handles
@@ -214,13 +215,13 @@ class Residency:
             group.forget_lost(handles)
             self._store_untold(group, handles, event.tier, data is None)
             return
-        span = Span(handles, self._epoch)
-        if group.enter(span):
+        run = Run(handles, self._epoch)
+        if group.enter(run):
             root = self._root(group, event)
             if root is not None:
-                self._store_new(group, event, span, data, root)
+                self._store_new(group, event, run, data, root)
                 return
-            group.leave(span)
+            group.leave(run)
         group.forget_lost(handles)
         self._store_mixed(group, event, handles, data, self._root(group, event))
 
@@ -229,34 +230,34 @@ class Residency:
         if event.parent is None:
             return self._domain.root_key(event.namespace)
         group.forget_lost([event.parent])
-        parent = group.spans.get(event.parent)
+        parent = group.runs.get(event.parent)
         return parent.root if parent is not None else None
 
     def _store_untold(self, group: Group, handles: list[Handle], tier: str, hash_only: bool) -> None:
         """Count blocks whose tokens were not told, or do not matter."""
         for i, j, known in group.stretches(handles):
-            span = known or Span(handles[i:j], self._epoch)
-            if hash_only and not span.known:
+            run = known or Run(handles[i:j], self._epoch)
+            if hash_only and not run.known:
                 self.counts.hash_only += j - i
-            self._hold(group, span, tier)
+            self._hold(group, run, tier)
             if known is None:
-                group.keep(span)
+                group.keep(run)
                 group.adopt(handles[i:j])
             else:
-                group.heal(span)
+                group.heal(run)
 
-    def _store_new(self, group: Group, event: BlocksStored, span: Span, data: bytes, root: int) -> None:
-        """The common case: the path is known, and `span` has entered, so that every handle is new."""
+    def _store_new(self, group: Group, event: BlocksStored, run: Run, data: bytes, root: int) -> None:
+        """The common case: the path is known, and `run` has entered, so that every handle is new."""
         assert group.reblocker is not None
-        handles = span.handles
-        span.fill(event.block_size, data, _items(event, 0, len(handles)))
+        handles = run.handles
+        run.fill(event.block_size, data, _items(event, 0, len(handles)))
         parent = group.ending(event.parent) if event.parent is not None else None
         if parent is not None:
-            span.link(parent)
-        self._hold(group, span, event.tier)
-        group.reblocker.resolve(span, root)
-        if parent is not None and span.continues(parent):
-            group.join(parent, span)
+            run.link(parent)
+        self._hold(group, run, event.tier)
+        group.reblocker.resolve(run, root)
+        if parent is not None and run.continues(parent):
+            group.join(parent, run)
         group.adopt(handles)
 
     def _store_mixed(
@@ -266,28 +267,28 @@ class Residency:
         assert group.reblocker is not None
         learnt: list[Handle] = []
         for i, j, known in group.stretches(handles):
-            span = known or Span(handles[i:j], self._epoch)
-            if not span.known:
+            run = known or Run(handles[i:j], self._epoch)
+            if not run.known:
                 size = event.block_size * TOKEN_BYTES
-                span.fill(event.block_size, data[i * size : j * size], _items(event, i, j))
+                run.fill(event.block_size, data[i * size : j * size], _items(event, i, j))
                 learnt.append(handles[i])
                 if root is None:
                     self.counts.orphans += j - i
                 if known is None:
-                    group.keep(span)
+                    group.keep(run)
                 wanted = handles[i - 1] if i else event.parent
                 if wanted is not None:
-                    group.place_below(span, wanted)
-            self._hold(group, span, event.tier)
+                    group.place_below(run, wanted)
+            self._hold(group, run, event.tier)
             if known is None:
                 group.adopt(handles[i:j])
             else:
-                group.heal(span)
+                group.heal(run)
         for handle in learnt:
-            span = group.spans[handle]
-            above = span.parent.root if span.parent is not None else root
-            if above is not None and span.wants is None:
-                group.reblocker.resolve(span, above)
+            run = group.runs[handle]
+            above = run.parent.root if run.parent is not None else root
+            if above is not None and run.wants is None:
+                group.reblocker.resolve(run, above)
 
     def _confirm(self, event: BlocksStored) -> None:
         """Take a report: blocks that are known are doubted no longer, runs of others are stored. Amortised O(blocks).
@@ -300,66 +301,66 @@ class Residency:
 
         def held(handle: Handle) -> bool:
             group.forget_lost([handle])
-            span = group.spans.get(handle)
-            return span is not None and event.tier in span.copies
+            run = group.runs.get(handle)
+            return run is not None and event.tier in run.copies
 
         for part in parts_of(event, held):
             if isinstance(part, BlocksStored):
                 self.counts.confirmed += len(part.handles)
                 self._store(part)
                 continue
-            for i, j, span in group.stretches(list(part)):
-                assert span is not None, "a held handle has a span"
-                if span.epoch < self._epoch:
-                    span.epoch = self._epoch
+            for i, j, run in group.stretches(list(part)):
+                assert run is not None, "a held handle has a run"
+                if run.epoch < self._epoch:
+                    run.epoch = self._epoch
                     self._doubtful -= j - i
                     self.counts.confirmed += j - i
-                group.heal(span)
+                group.heal(run)
 
     def _remove(self, event: BlocksRemoved, handles: list[Handle]) -> None:
         """Drop a copy of each of the handles, as `event` says it of its own."""
         group, tier = self._groups.get(event.group), event.tier
         i = 0
         while i < len(handles):
-            span = group.spans.get(handles[i]) if group is not None else None
-            if group is None or span is None or tier not in span.copies:
+            run = group.runs.get(handles[i]) if group is not None else None
+            if group is None or run is None or tier not in run.copies:
                 self.counts.unknown_removals += 1
                 i += 1
                 continue
-            lower, upper = group.stretch(span, handles, i, back=True)
+            lower, upper = group.stretch(run, handles, i, back=True)
             i += upper - lower
             self.counts.removed += upper - lower
-            held = span.copies[tier]
+            held = run.copies[tier]
             gone = held if event.last_copy else 1
             if tier == GPU:
                 self._gpu_copies -= gone * (upper - lower)
             if held > gone:
-                span = group.piece(span, lower, upper)
-                span.lose(tier, gone)
-                group.heal(span)
-            elif lower and upper == len(span.handles) and span.kids is None and len(span.copies) == 1:
-                self._shorten(group, span, lower, tier)
+                run = group.piece(run, lower, upper)
+                run.lose(tier, gone)
+                group.heal(run)
+            elif lower and upper == len(run.handles) and run.kids is None and len(run.copies) == 1:
+                self._shorten(group, run, lower, tier)
             else:
-                around = self._release(group, group.piece(span, lower, upper), tier)
+                around = self._release(group, group.piece(run, lower, upper), tier)
                 if around is not None:
                     group.heal(around)
 
     def _clear(self, tier: str | None) -> None:
         for group in self._groups.values():
-            spans = group.each()
-            if tier is None or all(span.copies.keys() <= {tier} for span in spans):
+            runs = group.each()
+            if tier is None or all(run.copies.keys() <= {tier} for run in runs):
                 if group.window is not None:
                     group.window.forget()
-                group.spans.clear()
+                group.runs.clear()
                 group.waiting.clear()
                 if group.reblocker is not None:
                     group.reblocker.tree.clear()
                 continue
-            for span in [span for span in spans if tier in span.copies]:
-                self._release(group, span, tier)
-        live = [span for group in self._groups.values() for span in group.each() if span.copies]
-        self._live = sum(len(span.handles) for span in live)
-        self._doubtful = sum(len(span.handles) for span in live if span.epoch < self._epoch)
+            for run in [run for run in runs if tier in run.copies]:
+                self._release(group, run, tier)
+        live = [run for group in self._groups.values() for run in group.each() if run.copies]
+        self._live = sum(len(run.handles) for run in live)
+        self._doubtful = sum(len(run.handles) for run in live if run.epoch < self._epoch)
         if tier in (None, GPU):
             self._gpu_copies = 0
             self.partial = self.partial and self._doubtful > 0
@@ -381,7 +382,7 @@ class Residency:
                 reblocker = Reblocker(self._spec, RadixTree(self._spec, self._credited))
                 self.forest.add(reblocker.tree)
             elif kind not in APART_KINDS:
-                window = Window(kind)
+                window = WindowGroup(kind)
                 if self.forest.hits is None:
                     self.forest.end_anywhere(self._spec.block_tokens)
             group = self._groups[number] = Group(reblocker, window)
@@ -399,55 +400,55 @@ class Residency:
             self.counts.unknown_events += 1
             return None
 
-    def _hold(self, group: Group, span: Span, tier: str) -> None:
-        """Count one more copy in `tier` of each of the span's blocks."""
-        n = len(span.handles)
-        if not span.copies:
+    def _hold(self, group: Group, run: Run, tier: str) -> None:
+        """Count one more copy in `tier` of each of the run's blocks."""
+        n = len(run.handles)
+        if not run.copies:
             self._live += n
-        elif span.epoch < self._epoch:
+        elif run.epoch < self._epoch:
             self._doubtful -= n
-        span.epoch = self._epoch
+        run.epoch = self._epoch
         if tier == GPU:
             self._gpu_copies += n
-        if span.gain(tier):
+        if run.gain(tier):
             if group.reblocker is not None:
-                group.reblocker.hold(span, tier)
+                group.reblocker.hold(run, tier)
             elif group.window is not None:
-                group.window.touch(span.handles)
+                group.window.touch(run.handles)
 
-    def _release(self, group: Group, span: Span, tier: str) -> Span | None:
-        """Drop the last copies in `tier`, and the span with them if no other tier has any; return what could heal."""
-        last = len(span.copies) == 1
-        if last and span.kids is not None and span.tokens is None and span.known and len(span.handles) > 1:
-            # Rule 3 of `groups`: from now on each of them may be lost apart.
-            for block in group.singles(span):
+    def _release(self, group: Group, run: Run, tier: str) -> Run | None:
+        """Drop the last copies in `tier`, and the run with them if no other tier has any; return what could heal."""
+        last = len(run.copies) == 1
+        if last and run.kids is not None and run.tokens is None and run.known and len(run.handles) > 1:
+            # Rule 3 of `group`: from now on each of them may be lost apart.
+            for block in group.singles(run):
                 self._release(group, block, tier)
             return None
         if group.reblocker is not None:
-            group.reblocker.release(span, tier)
+            group.reblocker.release(run, tier)
         elif group.window is not None:
-            group.window.touch(span.handles)
-        span.lose(tier, span.copies[tier])
+            group.window.touch(run.handles)
+        run.lose(tier, run.copies[tier])
         if not last:
-            return span
-        self._forget_live(span, len(span.handles))
-        return group.drop(span)
+            return run
+        self._forget_live(run, len(run.handles))
+        return group.drop(run)
 
-    def _shorten(self, group: Group, span: Span, at: int, tier: str) -> None:
+    def _shorten(self, group: Group, run: Run, at: int, tier: str) -> None:
         """Forget the blocks from block `at` on: `tier` has their last copies, and nothing is below."""
-        spans, gone = group.spans, span.handles[at:]
+        runs, gone = group.runs, run.handles[at:]
         if group.reblocker is not None:
-            group.reblocker.shorten(span, at, tier)
+            group.reblocker.shorten(run, at, tier)
         elif group.window is not None:
             group.window.touch(gone)
-        del span.handles[at:]
+        del run.handles[at:]
         for handle in gone:
-            del spans[handle]
-        self._forget_live(span, len(gone))
+            del runs[handle]
+        self._forget_live(run, len(gone))
 
-    def _forget_live(self, span: Span, n: int) -> None:
+    def _forget_live(self, run: Run, n: int) -> None:
         self._live -= n
-        if span.epoch < self._epoch:
+        if run.epoch < self._epoch:
             self._doubtful -= n
 
     # --- doubt ---------------------------------------------------------------------------------------------
@@ -476,9 +477,9 @@ class Residency:
         live = doubtful = 0
         for group in self._groups.values():
             group._check()
-            for span in group.each():
-                live += len(span.handles) if span.copies else 0
-                doubtful += len(span.handles) if span.copies and span.epoch < self._epoch else 0
+            for run in group.each():
+                live += len(run.handles) if run.copies else 0
+                doubtful += len(run.handles) if run.copies and run.epoch < self._epoch else 0
         assert (live, doubtful) == (self._live, self._doubtful)
         self.forest._check()
         if self.forest.hits is not None:

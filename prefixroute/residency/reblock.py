@@ -1,29 +1,29 @@
 """Engine blocks of any size, mapped onto the canonical blocks of a radix tree.
 
-A `Span` is a run of engine blocks: tokens `start` to `end` of a path. A canonical block is *vouched for* in a tier by
-the span that holds its last token, when that span and the ones above it, back to the block's first token, all have a
-copy in the tier. So of the blocks that end in a span only the first may depend on another span: all others are counted
+A `Run` is consecutive engine blocks: tokens `start` to `end` of a path. A canonical block is *vouched for* in a tier by
+the run that holds its last token, when that run and the ones above it, back to the block's first token, all have a
+copy in the tier. So of the blocks that end in a run only the first may depend on another run: all others are counted
 at once.
 
 Rules:
-1. A span vouches once per tier, however many copies it has: copies are counted in the span.
-2. Spans whose engine blocks begin and end on canonical boundaries vouch alone, and give their tokens to the tree.
+1. A run vouches once per tier, however many copies it has: copies are counted in the run.
+2. Runs whose engine blocks begin and end on canonical boundaries vouch alone, and give their tokens to the tree.
    Others (pages smaller than a block, sizes that do not divide) keep their tokens, and vouch together.
-3. A span whose path to the root is unknown is unresolved and vouches for nothing; resolving it resolves its kids. So is
-   one that the tree cannot take. Nothing below an unresolved span is resolved.
-4. `key` is the key at depth end // block, so a span that ends no block carries its parent's.
+3. A run whose path to the root is unknown is unresolved and vouches for nothing; resolving it resolves its kids. So is
+   one that the tree cannot take. Nothing below an unresolved run is resolved.
+4. `key` is the key at depth end // block, so a run that ends no block carries its parent's.
 """
 
 from __future__ import annotations
 
 from ..events import ContentSpan
 from ..keys.chain import TOKEN_BYTES, ChainSpec, block_extras
-from .runs import Span
+from .runs import Run
 from .tree import RadixTree
 
 
 class Reblocker:
-    """Keeps one tree's counts equal to what the spans of one group vouch for."""
+    """Keeps one tree's counts equal to what the runs of one group vouch for."""
 
     __slots__ = ("_size", "_width", "tree")
 
@@ -32,121 +32,121 @@ class Reblocker:
         self._width = spec.block_bytes
         self.tree = tree
 
-    def resolve(self, span: Span, root: int) -> None:
-        """Fix where `span` and all below it lie, and vouch for what they hold. O(blocks resolved)."""
-        stack = [span]
+    def resolve(self, run: Run, root: int) -> None:
+        """Fix where `run` and all below it lie, and vouch for what they hold. O(blocks resolved)."""
+        stack = [run]
         while stack:
-            span = stack.pop()
-            if span.root is not None or not span.known:
+            run = stack.pop()
+            if run.root is not None or not run.known:
                 continue
-            size = span.end - span.start
-            span.start = span.parent.end if span.parent is not None else 0
-            span.end = span.start + size
-            span.root = root
-            for tier in span.copies:
-                self.hold(span, tier)
-            if span.root is not None:
-                stack.extend(span.each_kid())
+            size = run.end - run.start
+            run.start = run.parent.end if run.parent is not None else 0
+            run.end = run.start + size
+            run.root = root
+            for tier in run.copies:
+                self.hold(run, tier)
+            if run.root is not None:
+                stack.extend(run.each_kid())
 
-    def hold(self, span: Span, tier: str) -> None:
-        """Vouch in `tier`, in which `span` just got its first copy."""
-        if span.root is None:
+    def hold(self, run: Run, tier: str) -> None:
+        """Vouch in `tier`, in which `run` just got its first copy."""
+        if run.root is None:
             return
-        n = self._own(span, span.start, tier)
-        if n and not self._add(span, span.end // self._size, n, tier):
+        n = self._own(run, run.start, tier)
+        if n and not self._add(run, run.end // self._size, n, tier):
             return
-        if span.start % self._size == 0 and span.unit % self._size == 0:
-            span.tokens, span.contents = None, ()
-        elif span.kids is not None and span.end % self._size:
-            for kid in self._finishing(span):
-                depth = span.end // self._size + 1
+        if run.start % self._size == 0 and run.unit % self._size == 0:
+            run.tokens, run.contents = None, ()
+        elif run.kids is not None and run.end % self._size:
+            for kid in self._finishing(run):
+                depth = run.end // self._size + 1
                 if _vouched(kid, (depth - 1) * self._size, tier):
                     self._add(kid, depth, 1, tier)
 
-    def release(self, span: Span, tier: str) -> None:
-        """Take back what `span` vouches for in `tier`; call it while the copy still counts."""
-        if span.root is None:
+    def release(self, run: Run, tier: str) -> None:
+        """Take back what `run` vouches for in `tier`; call it while the copy still counts."""
+        if run.root is None:
             return
-        self._take_back(span, span.start, tier)
-        if span.kids is not None and span.end % self._size:
-            depth = span.end // self._size + 1
-            for kid in self._finishing(span):
+        self._take_back(run, run.start, tier)
+        if run.kids is not None and run.end % self._size:
+            depth = run.end // self._size + 1
+            for kid in self._finishing(run):
                 if self._placed(kid) and _vouched(kid, (depth - 1) * self._size, tier):
                     assert kid.key is not None
                     self.tree.remove(self._up(kid, kid.key, depth), depth, 1, tier)
 
-    def shorten(self, span: Span, at: int, tier: str) -> None:
+    def shorten(self, run: Run, at: int, tier: str) -> None:
         """Take back what the blocks from block `at` on vouch for in `tier`, the only one, and forget their content."""
-        if not span.known:
+        if not run.known:
             return
-        if span.root is not None:
-            key = self.key_at(span, at)
-            self._take_back(span, span.start + at * span.unit, tier)
-            span.key = key
-        span.trim(at)
+        if run.root is not None:
+            key = self.key_at(run, at)
+            self._take_back(run, run.start + at * run.unit, tier)
+            run.key = key
+        run.trim(at)
 
-    def unresolve(self, span: Span) -> None:
-        """Forget where `span` and all below it lie; the tree holds nothing of them. O(spans)."""
-        stack = [span]
+    def unresolve(self, run: Run) -> None:
+        """Forget where `run` and all below it lie; the tree holds nothing of them. O(runs)."""
+        stack = [run]
         while stack:
-            span = stack.pop()
-            if span.root is not None:
-                span.root = span.key = None
-                stack.extend(span.each_kid())
+            run = stack.pop()
+            if run.root is not None:
+                run.root = run.key = None
+                stack.extend(run.each_kid())
 
-    def lost(self, span: Span) -> bool:
-        """Whether the tree alone had the span's tokens, and dropped them with the last copy."""
-        return span.known and span.tokens is None and not self._placed(span)
+    def lost(self, run: Run) -> bool:
+        """Whether the tree alone had the run's tokens, and dropped them with the last copy."""
+        return run.known and run.tokens is None and not self._placed(run)
 
-    def ends_block(self, span: Span) -> bool:
-        """Whether the last token of some canonical block is the span's."""
-        return span.end // self._size > span.start // self._size
+    def ends_block(self, run: Run) -> bool:
+        """Whether the last token of some canonical block is the run's."""
+        return run.end // self._size > run.start // self._size
 
-    def key_at(self, span: Span, at: int) -> int | None:
-        """Key at the end of block `at` - 1 of a span, None if the tree has not placed the span."""
-        if span.root is None or span.key is None or not self._placed(span):
+    def key_at(self, run: Run, at: int) -> int | None:
+        """Key at the end of block `at` - 1 of a run, None if the tree has not placed the run."""
+        if run.root is None or run.key is None or not self._placed(run):
             return None
-        return self._up(span, span.key, (span.start + at * span.unit) // self._size)
+        return self._up(run, run.key, (run.start + at * run.unit) // self._size)
 
-    def check(self, span: Span) -> None:
-        """Assert that the tree has what the span vouches for."""
-        if span.root is not None:
-            assert self._placed(span) or not any(self._own(span, span.start, tier) for tier in span.copies)
+    def check(self, run: Run) -> None:
+        """Assert that the tree has what the run vouches for."""
+        if run.root is not None:
+            assert self._placed(run) or not any(self._own(run, run.start, tier) for tier in run.copies)
 
     # --- parts ---------------------------------------------------------------------------------------------
 
-    def _placed(self, span: Span) -> bool:
-        return self.tree.has(span.key, span.end // self._size)
+    def _placed(self, run: Run) -> bool:
+        return self.tree.has(run.key, run.end // self._size)
 
-    def _own(self, span: Span, since: int, tier: str) -> int:
-        """How many canonical blocks that end in the span behind token `since` it vouches for: all, or all but one."""
+    def _own(self, run: Run, since: int, tier: str) -> int:
+        """How many canonical blocks that end in the run behind token `since` it vouches for: all, or all but one."""
         first = since // self._size
-        n = span.end // self._size - first
-        if n and first * self._size < span.start and not _vouched(span, first * self._size, tier):
+        n = run.end // self._size - first
+        if n and first * self._size < run.start and not _vouched(run, first * self._size, tier):
             return n - 1
         return n
 
-    def _add(self, span: Span, depth: int, n: int, tier: str) -> bool:
-        """Count the `n` blocks down to `depth`, which end in the span; False if the tree cannot take the span."""
-        key, counted = self._ensure(span, n if depth == span.end // self._size else 0, tier)
+    def _add(self, run: Run, depth: int, n: int, tier: str) -> bool:
+        """Count the `n` blocks down to `depth`, which end in the run; False if the tree cannot take the run."""
+        key, counted = self._ensure(run, n if depth == run.end // self._size else 0, tier)
         if key is None:
-            self.unresolve(span)
+            self.unresolve(run)
         elif not counted:
-            self.tree.add(self._up(span, key, depth), depth, n, tier)
+            self.tree.add(self._up(run, key, depth), depth, n, tier)
         return key is not None
 
-    def _take_back(self, span: Span, since: int, tier: str) -> None:
-        if self._placed(span):
-            n = self._own(span, since, tier)
+    def _take_back(self, run: Run, since: int, tier: str) -> None:
+        if self._placed(run):
+            n = self._own(run, since, tier)
             if n:
-                assert span.key is not None
-                self.tree.remove(span.key, span.end // self._size, n, tier)
+                assert run.key is not None
+                self.tree.remove(run.key, run.end // self._size, n, tier)
 
-    def _finishing(self, span: Span) -> list[Span]:
-        """The resolved spans below that hold the last token of the canonical block which `span` leaves open."""
-        end = span.end // self._size * self._size + self._size
+    def _finishing(self, run: Run) -> list[Run]:
+        """The resolved runs below that hold the last token of the canonical block which `run` leaves open."""
+        end = run.end // self._size * self._size + self._size
         found = []
-        stack = list(span.each_kid())
+        stack = list(run.each_kid())
         while stack:
             kid = stack.pop()
             if kid.root is None:
@@ -157,33 +157,33 @@ class Reblocker:
                 stack.extend(kid.each_kid())
         return found
 
-    def _up(self, span: Span, key: int, depth: int) -> int:
-        """Key at `depth` of the path that ends with `span`, whose key is `key`."""
-        last = span.end // self._size
+    def _up(self, run: Run, key: int, depth: int) -> int:
+        """Key at `depth` of the path that ends with `run`, whose key is `key`."""
+        last = run.end // self._size
         return self.tree.up(key, last, last - depth) if depth < last else key
 
-    def _ensure(self, span: Span, n: int, tier: str) -> tuple[int | None, bool]:
-        """Make the path to the span if the tree lacks it; return its key, None if tokens of it are not known.
+    def _ensure(self, run: Run, n: int, tier: str) -> tuple[int | None, bool]:
+        """Make the path to the run if the tree lacks it; return its key, None if tokens of it are not known.
 
         If what is made are the last `n` blocks, they are counted in `tier` in the same pass; also return whether.
         """
         tree, size = self.tree, self._size
-        if self._placed(span):
-            return span.key, False
-        assert span.root is not None
-        unplaced: list[Span] = []
-        above: Span | None = span
+        if self._placed(run):
+            return run.key, False
+        assert run.root is not None
+        unplaced: list[Run] = []
+        above: Run | None = run
         while above is not None and not self._placed(above):
             unplaced.append(above)
             above = above.parent
-        key = span.root if above is None or above.key is None else above.key
+        key = run.root if above is None or above.key is None else above.key
         depth = 0 if above is None else above.end // size
-        data = _tokens(span, depth * size, span.end // size * size)
+        data = _tokens(run, depth * size, run.end // size * size)
         if data is None:
             return None, False
-        tree.plant(span.root)
+        tree.plant(run.root)
         blocks = [data[i : i + self._width] for i in range(0, len(data), self._width)]
-        contents = _contents(span, depth * size)
+        contents = _contents(run, depth * size)
         if contents:
             extras = block_extras(contents, size)
             blocks = [block + extras.get(depth + i, b"") for i, block in enumerate(blocks)]
@@ -195,12 +195,12 @@ class Reblocker:
             return None, False
         for placed in unplaced:
             placed.key = keys[placed.end // size - depth - 1] if placed.end // size > depth else key
-        return span.key, counted
+        return run.key, counted
 
 
-def _vouched(span: Span, start: int, tier: str) -> bool:
-    """Whether `span` and those above it, back to token `start`, all have a copy in `tier`."""
-    at: Span | None = span
+def _vouched(run: Run, start: int, tier: str) -> bool:
+    """Whether `run` and those above it, back to token `start`, all have a copy in `tier`."""
+    at: Run | None = run
     while at is not None and tier in at.copies:
         if at.start <= start:
             return True
@@ -208,10 +208,10 @@ def _vouched(span: Span, start: int, tier: str) -> bool:
     return False
 
 
-def _tokens(span: Span, start: int, end: int) -> bytes | None:
-    """Packed tokens `start` to `end` of the path that ends with `span`. O(tokens and spans)."""
+def _tokens(run: Run, start: int, end: int) -> bytes | None:
+    """Packed tokens `start` to `end` of the path that ends with `run`. O(tokens and runs)."""
     parts: list[bytearray] = []
-    at: Span | None = span
+    at: Run | None = run
     while at is not None and at.end > start:
         if at.tokens is None:
             return None
@@ -223,10 +223,10 @@ def _tokens(span: Span, start: int, end: int) -> bytes | None:
     return b"".join(parts)
 
 
-def _contents(span: Span, start: int) -> list[ContentSpan]:
+def _contents(run: Run, start: int) -> list[ContentSpan]:
     """Content items that start at or after token `start` of the path, by their place on the path."""
     found: list[ContentSpan] = []
-    at: Span | None = span
+    at: Run | None = run
     while at is not None and at.end > start:
         first = at.start
         found += [

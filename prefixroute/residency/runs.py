@@ -1,11 +1,11 @@
 """A run of engine blocks: what changes as one is one object.
 
 Rules:
-1. A `Span` is consecutive engine blocks of one path that have equal copies in every tier and were told in one epoch.
-   A prompt that nothing has forked from is one span, however small the engine's pages are.
-2. What hangs below a span hangs below its last block.
+1. A `Run` is consecutive engine blocks of one path that have equal copies in every tier and were told in one epoch.
+   A prompt that nothing has forked from is one run, however small the engine's pages are.
+2. What hangs below a run hangs below its last block.
 3. Blocks whose content was never told are no path: cut, they are not linked.
-4. `copies` is never written: spans share it, and most have one copy in one tier.
+4. `copies` is never written: runs share it, and most have one copy in one tier.
 
 Memory: about 220 bytes, 8 for each block, and the tokens again, 4 bytes each, where the engine's block is no multiple
 of the canonical one.
@@ -23,7 +23,7 @@ NO_COPIES: Final[Mapping[str, int]] = {}
 _ONE: Final[Mapping[str, Mapping[str, int]]] = {tier: {tier: 1} for tier in (GPU, CPU, DISK)}
 
 
-class Span:
+class Run:
     """Consecutive engine blocks of `unit` tokens each, how many copies of each a tier holds, and where they lie."""
 
     __slots__ = (
@@ -46,10 +46,10 @@ class Span:
         self.handles = handles
         self.epoch = epoch
         self.copies = NO_COPIES
-        self.parent: Span | None = None
+        self.parent: Run | None = None
         self.wants: Handle | None = None
-        """The parent's handle, while no span has it."""
-        self.kids: Span | dict[Handle, Span] | None = None
+        """The parent's handle, while no run has it."""
+        self.kids: Run | dict[Handle, Run] | None = None
         self.root: int | None = None
         """Key of the namespace's root, once the path is known."""
         self.unit = 0
@@ -65,7 +65,7 @@ class Span:
         return self.unit > 0
 
     def fill(self, unit: int, tokens: bytes, contents: tuple[ContentSpan, ...]) -> None:
-        """Take what was told: packed tokens of all blocks, and the items that start in them, by place in the span."""
+        """Take what was told: packed tokens of all blocks, and the items that start in them, by place in the run."""
         self.unit = unit
         self.start, self.end = 0, unit * len(self.handles)
         self.tokens = bytearray(tokens)
@@ -93,17 +93,17 @@ class Span:
 
     # --- links ---------------------------------------------------------------------------------------------
 
-    def link(self, parent: Span) -> None:
-        """Become a kid of `parent`. A lone kid is held without a dict, which saves 180 bytes a span of a chain."""
+    def link(self, parent: Run) -> None:
+        """Become a kid of `parent`. A lone kid is held without a dict, which saves 180 bytes a run of a chain."""
         self.parent, self.wants = parent, None
         if parent.kids is None:
             parent.kids = self
-        elif isinstance(parent.kids, Span):
+        elif isinstance(parent.kids, Run):
             parent.kids = {parent.kids.handles[0]: parent.kids, self.handles[0]: self}
         else:
             parent.kids[self.handles[0]] = self
 
-    def unlink(self) -> Span | None:
+    def unlink(self) -> Run | None:
         """Leave the parent and return it."""
         parent, self.parent = self.parent, None
         if parent is None:
@@ -116,9 +116,9 @@ class Span:
                 parent.kids = None
         return parent
 
-    def each_kid(self) -> Iterator[Span]:
-        """Yield the spans right below."""
-        if isinstance(self.kids, Span):
+    def each_kid(self) -> Iterator[Run]:
+        """Yield the runs right below."""
+        if isinstance(self.kids, Run):
             yield self.kids
         elif self.kids is not None:
             yield from self.kids.values()
@@ -138,7 +138,7 @@ class Span:
             contents = tuple(ContentSpan(item.content_id, item.start - size) for item in contents if item.start >= size)
         return tokens, contents
 
-    def behead(self, upper: Span, at: int) -> None:
+    def behead(self, upper: Run, at: int) -> None:
         """Give the first `at` blocks to `upper`, but for their handles."""
         size = at * self.unit
         upper.start, upper.end = self.start, self.start + size
@@ -152,8 +152,8 @@ class Span:
                 ContentSpan(item.content_id, item.start - size) for item in self.contents if item.start >= size
             )
 
-    def continues(self, parent: Span) -> bool:
-        """Whether the span, which is below `parent`, could be one with it."""
+    def continues(self, parent: Run) -> bool:
+        """Whether the run, which is below `parent`, could be one with it."""
         return (
             parent.kids is self
             and self.root is not None
@@ -165,8 +165,8 @@ class Span:
             and (self.tokens is not None or len(self.copies) > 0)
         )
 
-    def extend(self, kid: Span) -> None:
-        """Take over the blocks of a kid that continues this span, and what is below it; but not its key."""
+    def extend(self, kid: Run) -> None:
+        """Take over the blocks of a kid that continues this run, and what is below it; but not its key."""
         if self.tokens is not None and kid.tokens is not None:
             self.tokens += kid.tokens
         if kid.contents:
@@ -177,8 +177,8 @@ class Span:
         for below in self.each_kid():
             below.parent = self
 
-    def precede(self, parent: Span) -> None:
-        """Take over the blocks of the parent that this span continues, but not its key and place."""
+    def precede(self, parent: Run) -> None:
+        """Take over the blocks of the parent that this run continues, but not its key and place."""
         if self.tokens is not None and parent.tokens is not None:
             self.tokens[:0] = parent.tokens
         if self.contents or parent.contents:
@@ -187,5 +187,5 @@ class Span:
         self.start = parent.start
 
     def shifted(self, size: int) -> tuple[ContentSpan, ...]:
-        """Return the items as they lie when `size` tokens come before the span."""
+        """Return the items as they lie when `size` tokens come before the run."""
         return tuple(ContentSpan(item.content_id, item.start + size) for item in self.contents)

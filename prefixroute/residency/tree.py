@@ -25,10 +25,8 @@ from itertools import repeat
 from ..errors import UsageError
 from ..events import CPU, GPU
 from ..keys.chain import STRIDE, ChainCursor, ChainSpec, TokenChain
-from ..keys.keyset import Changes
+from ..keys.keyset import Delta
 from .edge import Edge
-
-__all__ = ["Changes", "RadixTree"]
 
 
 class RadixTree:
@@ -43,7 +41,7 @@ class RadixTree:
         self._credited = tuple(credited)
         self._where: dict[int, Edge] = {}
         self._roots: dict[int, Edge] = {}
-        self._changes = Changes(set(), set())
+        self._changes = Delta(set(), set())
         self._matchable = 0
         self._request_ends: dict[int, int] = {}
         """Key -> depth."""
@@ -133,9 +131,9 @@ class RadixTree:
         self._touched = {}
         return touched
 
-    def take_changes(self) -> Changes:
+    def take_changes(self) -> Delta:
         """Return and forget what became matchable, and what ceased to be, since the last call."""
-        changes, self._changes = self._changes, Changes(set(), set())
+        changes, self._changes = self._changes, Delta(set(), set())
         return changes
 
     def watch_anchors(self, on: bool) -> None:

@@ -5,7 +5,7 @@ are fewer; of a state (Mamba and the like) the one block that ends at L (vLLM 0.
 
 Rules:
 1. A block's handle is that of the full-attention block that ends at the same token, whatever the sizes of both: so it
-   is known where it lies, and below which other one, once the full-attention group has told (`hits`). A handle's place
+   is known where it lies, and below which other one, once the full-attention group has told (`hybrid_hits`). A handle's place
    never changes.
 2. Each held block has a *run*: how many blocks up to it are held without a hole, counted no further than is needed.
    What has no block above it has all that it needs.
@@ -34,7 +34,7 @@ NOWHERE: Final = b""
 """Stands for the block above one when it is not known; no engine has such a handle."""
 
 
-class Window:
+class WindowGroup:
     """The held and placed blocks of one group. Who follows it takes `touched` and `changed`, and empties them.
 
     `touched` are handles that may have come or gone; `changed` are those of which `reaches` may say another thing.

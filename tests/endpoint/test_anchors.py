@@ -14,7 +14,7 @@ from prefixroute import Domain, TokenChain, UsageError
 from prefixroute.endpoint.anchors import Anchors, choose_stride, expected_anchors, snapshot_bytes
 from prefixroute.events import DEFAULT_NAMESPACE, BlocksRemoved, BlocksStored, EngineBatch, StreamRestarted
 from prefixroute.keys.chain import ANCHOR_STRIDES, ChainSpec, wire_key
-from prefixroute.keys.keyset import Changes
+from prefixroute.keys.keyset import Delta
 from prefixroute.keys.rice import encode_sorted
 from prefixroute.residency.forest import Forest
 from prefixroute.residency.mirror import Residency
@@ -22,7 +22,7 @@ from prefixroute.residency.tree import RadixTree
 
 SPEC = ChainSpec(1, 3)
 ROOT = 42
-NONE = Changes(set(), set())
+NONE = Delta(set(), set())
 
 
 def prompt(path: str) -> TokenChain:
@@ -134,26 +134,26 @@ def test_the_definition_on_one_path() -> None:
     store(tree, path)
     anchors = Anchors(4)
     changes = anchors.rebuild(tree)
-    assert changes == Changes(wires("a", path[:4], path[:8], path), set())
+    assert changes == Delta(wires("a", path[:4], path[:8], path), set())
     tree.end_request(prompt(path[:6]))
-    assert anchors.follow(tree) == Changes(wires(path[:6]), set())
+    assert anchors.follow(tree) == Delta(wires(path[:6]), set())
     store(tree, path[:3] + "x", below=3)
-    assert anchors.follow(tree) == Changes(wires(path[:3], path[:3] + "x"), set())
+    assert anchors.follow(tree) == Delta(wires(path[:3], path[:3] + "x"), set())
     tree.remove(key(path[:3] + "x"), 4, 1, "gpu")
-    assert anchors.follow(tree) == Changes(set(), wires(path[:3], path[:3] + "x"))
+    assert anchors.follow(tree) == Delta(set(), wires(path[:3], path[:3] + "x"))
     store(tree, path + "k", below=10)
-    assert anchors.follow(tree) == Changes(wires(path + "k"), wires(path))
+    assert anchors.follow(tree) == Delta(wires(path + "k"), wires(path))
     tree.remove(key(path[:7]), 7, 1, "gpu")
-    assert anchors.follow(tree) == Changes(set(), wires(path[:8], path + "k"))
+    assert anchors.follow(tree) == Delta(set(), wires(path[:8], path + "k"))
     # A request's end outlives a hole above it, and not its own block.
     tree.remove(key(path[:5]), 5, 1, "gpu")
-    assert anchors.follow(tree) == Changes(set(), wires(path[:6]))
+    assert anchors.follow(tree) == Delta(set(), wires(path[:6]))
     store(tree, path[:5], below=4)
-    assert anchors.follow(tree) == Changes(wires(path[:6]), set())
+    assert anchors.follow(tree) == Delta(wires(path[:6]), set())
     tree.clear()
-    assert anchors.follow(tree) == Changes(set(), wires("a", path[:4], path[:6]))
+    assert anchors.follow(tree) == Delta(set(), wires("a", path[:4], path[:6]))
     store(tree, path)
-    assert anchors.follow(tree) == Changes(wires("a", path[:4], path[:8], path), set())
+    assert anchors.follow(tree) == Delta(wires("a", path[:4], path[:8], path), set())
 
 
 @pytest.mark.parametrize("path", ["", "abcde", "abx"])
@@ -214,10 +214,10 @@ def test_change_of_stride_tells_what_differs() -> None:
     assert len(anchors.rebuild(tree).added) == len(anchors) == 17
     before = set(anchors)
     coarser = anchors.set_every(8, tree)
-    assert coarser == Changes(set(), before - wires("a", path[:8], path[:16], path))
-    assert anchors.set_every(4, tree) == Changes(wires(path[:4], path[:12]), set())
+    assert coarser == Delta(set(), before - wires("a", path[:8], path[:16], path))
+    assert anchors.set_every(4, tree) == Delta(wires(path[:4], path[:12]), set())
     store(tree, path[:9] + "x", below=9)
-    assert anchors.follow(tree) == Changes(wires(path[:9], path[:9] + "x"), set())
+    assert anchors.follow(tree) == Delta(wires(path[:9], path[:9] + "x"), set())
     assert anchors.set_every(4, tree) == NONE
     anchors._check(tree)
 
@@ -286,7 +286,7 @@ def test_forest_of_one_tree_is_the_tree() -> None:
     store(tree, "abcdefghij")
     forest.collect()
     forest.end_request(prompt("abcdef"))
-    assert anchors.follow(forest) == Changes(wires("a", "abcd", "abcdef", "abcdefgh", "abcdefghij"), set())
+    assert anchors.follow(forest) == Delta(wires("a", "abcd", "abcdef", "abcdefgh", "abcdefghij"), set())
     assert (forest.ends(), forest.matchable) == (2, 10)
     anchors._check(tree)
 
@@ -341,9 +341,9 @@ def test_anchors_follow_an_engine_through_its_residency() -> None:
     assert set(anchors.follow(residency.forest).added) == {chain.wire(depth) for depth in (1, 8, 10, 16, 20)}
     residency.apply(EngineBatch((BlocksRemoved((19, 18)),)))
     changes = anchors.follow(residency.forest)
-    assert changes == Changes({chain.wire(18)}, {chain.wire(20)})
+    assert changes == Delta({chain.wire(18)}, {chain.wire(20)})
     residency.apply(EngineBatch((StreamRestarted(), BlocksStored((1,), None, tokens[:4], 4))))
-    assert anchors.follow(residency.forest) == Changes(set(), {chain.wire(depth) for depth in (8, 10, 16, 18)})
+    assert anchors.follow(residency.forest) == Delta(set(), {chain.wire(depth) for depth in (8, 10, 16, 18)})
     anchors._check(residency.forest)
 
 

@@ -11,7 +11,7 @@ from prefixroute import Node, NodeSettings, UsageError
 from prefixroute.endpoint.anchors import snapshot_bytes
 from prefixroute.endpoint.publisher import REFIT_S, Publisher
 from prefixroute.keys.chain import wire_key
-from prefixroute.keys.keyset import Changes
+from prefixroute.keys.keyset import Delta
 from prefixroute.replication.writer_set import OwnedSet
 from prefixroute.residency.forest import Forest
 from prefixroute.routing.index import MergedIndex
@@ -27,7 +27,7 @@ def publisher(budget: int = 49152) -> tuple[Publisher, OwnedSet, MergedIndex]:
     return Publisher(keys, Forest(), budget, lambda key: index.held(index.bit("a/0"), key)), keys, index
 
 
-def note(made: tuple[Publisher, OwnedSet, MergedIndex], gained: set[int], lost: set[int]) -> Changes:
+def note(made: tuple[Publisher, OwnedSet, MergedIndex], gained: set[int], lost: set[int]) -> Delta:
     """Let keys come and go, and the index follow."""
     changes = made[0].note(gained, lost)
     made[2].update("a/0", changes.added, changes.removed)
@@ -37,22 +37,22 @@ def note(made: tuple[Publisher, OwnedSet, MergedIndex], gained: set[int], lost: 
 def test_two_blocks_of_one_wire_key_are_one_until_both_are_gone() -> None:
     made = publisher()
     a, b, c = 5 << 16, (5 << 16) + 1, (5 << 16) + 2
-    assert note(made, {a}, set()) == Changes({5}, set())
-    assert note(made, {b, c}, set()) == Changes(set(), set())
-    assert note(made, set(), {a}) == Changes(set(), set())
+    assert note(made, {a}, set()) == Delta({5}, set())
+    assert note(made, {b, c}, set()) == Delta(set(), set())
+    assert note(made, set(), {a}) == Delta(set(), set())
     made[1].publish()
-    assert note(made, set(), {b}) == Changes(set(), set())
-    assert note(made, {a}, {c}) == Changes(set(), set())
-    assert note(made, set(), {a}) == Changes(set(), {5})
+    assert note(made, set(), {b}) == Delta(set(), set())
+    assert note(made, {a}, {c}) == Delta(set(), set())
+    assert note(made, set(), {a}) == Delta(set(), {5})
     made[1].publish()
     assert made[1].tolist() == []
 
 
 def test_two_blocks_of_one_wire_key_that_come_together_are_counted() -> None:
     made = publisher()
-    assert note(made, {5 << 16, (5 << 16) + 1}, set()) == Changes({5}, set())
-    assert note(made, set(), {5 << 16}) == Changes(set(), set())
-    assert note(made, set(), {(5 << 16) + 1}) == Changes(set(), {5})
+    assert note(made, {5 << 16, (5 << 16) + 1}, set()) == Delta({5}, set())
+    assert note(made, set(), {5 << 16}) == Delta(set(), set())
+    assert note(made, set(), {(5 << 16) + 1}) == Delta(set(), {5})
 
 
 def test_wire_keys_follow_any_history_of_blocks() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixroute.keys.keyset import Changes, Difference, Keys, after, difference, merge, patched, sorted_keys, within
+from prefixroute.keys.keyset import Delta, Difference, Keys, after, difference, merge, patched, sorted_keys, within
 from prefixroute.replication import writer_set
 from prefixroute.replication.wire import KEY_LIMIT
 from prefixroute.replication.writer_set import OwnedSet
@@ -59,7 +59,7 @@ def test_what_is_pending_is_the_same_however_it_is_kept(states: list[tuple[set[i
             if at_once:
                 owned.become(keys)
             else:
-                owned.gather(Changes(keys - held, held - keys))
+                owned.gather(Delta(keys - held, held - keys))
             held = keys
             if publishes:
                 owned.publish()

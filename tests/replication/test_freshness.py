@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from network import DOMAIN, Faults, Network, copies, gossip, only
 
 from prefixroute import DatagramRejected, Node, NodeSettings, UsageError
-from prefixroute.replication.replay_window import Window
+from prefixroute.replication.replay_window import ReplayWindow
 from prefixroute.replication.wire import LAST_BEAT, Kind, Message, Stamp, VectorEntry, decode, encode, encode_part
 
 
@@ -63,7 +63,7 @@ def play_back(net: Tapped, tape: list[tuple[str, str, bytes]], to: str, source: 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(st.integers(1, 70), st.lists(st.integers(1, 200), max_size=120))
 def test_a_window_takes_each_number_once_and_none_that_is_far_back(size: int, numbers: list[int]) -> None:
-    window, taken, top = Window(size), set(), 0
+    window, taken, top = ReplayWindow(size), set(), 0
     for number in numbers:
         expected = number > top - size and number not in taken
         assert window.take(number) is expected
@@ -73,7 +73,7 @@ def test_a_window_takes_each_number_once_and_none_that_is_far_back(size: int, nu
 
 
 def test_a_jump_of_any_length_costs_no_memory() -> None:
-    window = Window(64)
+    window = ReplayWindow(64)
     assert [window.take(number) for number in (1, 2**62, 2**63 - 1, 2**62, 2**63 - 2)] == [
         True,
         True,

@@ -10,7 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from transfers import LIFE, Case, debt_of, decoded, delta_of, keys, offered, parts_of, same, snapshot_of
 
-from prefixroute.keys.keyset import NO_KEYS, Changes
+from prefixroute.keys.keyset import NO_KEYS, Delta
 from prefixroute.keys.rice import encoded_bytes
 from prefixroute.replication.assembly import Assembly
 from prefixroute.replication.sending import EVERYTHING, MAX_STEPS, SKIPPED_S, Owed, cut, owed, size_bytes
@@ -105,10 +105,10 @@ def test_who_is_at_a_version_that_was_just_skipped_is_left_to_others(way: str) -
 def test_an_owner_leaves_nobody_to_others() -> None:
     owner = OwnedSet()
     for i in range(40):
-        owner.gather(Changes({i}, set()))
+        owner.gather(Delta({i}, set()))
         owner.publish(10.0 + i / 100)
     assert due(owner, LIFE, entry(3), 10.4).change.since == 3
-    owner.gather(Changes(set(range(1000, 1000 + LOG_BYTES // 16)), set()))
+    owner.gather(Delta(set(range(1000, 1000 + LOG_BYTES // 16)), set()))
     owner.publish(10.41)
     assert due(owner, LIFE, entry(3), 10.42).change.since == 0
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from prefixroute.keys.keyset import Changes, checksum
+from prefixroute.keys.keyset import Delta, checksum
 from prefixroute.replication import acceptance
 from prefixroute.replication.acceptance import TABLE, Life, Reach, Verdict, judge
 from prefixroute.replication.writer_set import LOG_BYTES, OwnedSet, WriterSet
@@ -300,7 +300,7 @@ class OwnedSetMachine(RuleBasedStateMachine):
 
     @rule(toggled=st.frozensets(st.integers(0, 9), max_size=8))
     def gather(self, toggled: frozenset[int]) -> None:
-        self.set.gather(Changes(set(toggled - self.held), set(toggled & self.held)))
+        self.set.gather(Delta(set(toggled - self.held), set(toggled & self.held)))
         self.held ^= toggled
 
     @rule(stride=st.sampled_from([1, 2, 32]))
@@ -337,7 +337,7 @@ TestOwnedSet.settings = settings(derandomize=True, deadline=None, max_examples=8
 def owner_of(*held: int) -> OwnedSet:
     """An owner that has published `held` at the moment 10."""
     owned = OwnedSet()
-    owned.gather(Changes(set(held), set()))
+    owned.gather(Delta(set(held), set()))
     owned.publish(10.0)
     return owned
 
@@ -348,7 +348,7 @@ def owner_of(*held: int) -> OwnedSet:
 def test_a_change_is_due_when_it_is_a_share_of_the_set_or_has_waited(n: int, now: float, due: bool) -> None:
     owned = owner_of(*range(100))
     assert not owned.due(0.1, 0.2, 99.0)
-    owned.gather(Changes(set(range(1000, 1000 + n)), set()))
+    owned.gather(Delta(set(range(1000, 1000 + n)), set()))
     assert owned.due(0.1, 0.2, now) is due
 
 
@@ -360,9 +360,9 @@ def test_an_owner_begins_at_version_1_so_that_an_empty_set_can_be_told() -> None
 
 def test_a_transient_key_is_in_no_net_change() -> None:
     owned = owner_of(*range(20))
-    owned.gather(Changes({90, 91}, set()))
+    owned.gather(Delta({90, 91}, set()))
     owned.publish()
-    owned.gather(Changes(set(), {90, 91}))
+    owned.gather(Delta(set(), {90, 91}))
     owned.publish()
     change = owned.change(2, 4)
     assert change is not None

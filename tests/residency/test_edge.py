@@ -9,7 +9,7 @@ import pytest
 
 from prefixroute.errors import UsageError
 from prefixroute.keys.chain import ChainCursor, ChainSpec
-from prefixroute.keys.keyset import Changes
+from prefixroute.keys.keyset import Delta
 from prefixroute.residency.edge import Edge
 from prefixroute.residency.tree import RadixTree
 
@@ -93,7 +93,7 @@ def test_cursor_gives_the_same_keys_for_blocks_at_once(start: int) -> None:
 
 def test_changes_of_many_keys_are_net() -> None:
     rng = random.Random(1)
-    one, many = Changes(set(), set()), Changes(set(), set())
+    one, many = Delta(set(), set()), Delta(set(), set())
     held: set[int] = set()
     for _ in range(200):
         keys = rng.sample(range(30), rng.randint(0, 6))

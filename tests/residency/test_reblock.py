@@ -11,7 +11,7 @@ import pytest
 from prefixroute import ContentSpan, Domain, Namespace, Residency, TokenChain
 from prefixroute.events import BlocksCleared, BlocksRemoved, BlocksStored, EngineBatch, EngineEvent
 from prefixroute.keys.chain import ChainSpec
-from prefixroute.residency.runs import Span
+from prefixroute.residency.runs import Run
 
 CREDITED = ("gpu", "cpu")
 ALL_TIERS = ("gpu", "cpu", "disk")
@@ -392,6 +392,6 @@ def test_items_count_whether_blocks_are_larger_or_smaller_and_wherever_they_are_
 def test_tokens_are_given_to_the_tree_and_kept_only_where_blocks_straddle() -> None:
     aligned = mirror(4, stored([1, 2], None, list(range(16)), 8))
     straddling = mirror(4, stored([1, 2], None, list(range(12)), 6))
-    assert [span.tokens for span in aligned._groups[0].spans.values()] == [None, None]
-    assert all(span.tokens is not None for span in straddling._groups[0].spans.values())
-    assert not hasattr(Span([1], 0), "__dict__")
+    assert [run.tokens for run in aligned._groups[0].runs.values()] == [None, None]
+    assert all(run.tokens is not None for run in straddling._groups[0].runs.values())
+    assert not hasattr(Run([1], 0), "__dict__")

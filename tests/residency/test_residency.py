@@ -31,7 +31,7 @@ from prefixroute import (
 from prefixroute.endpoint.local import SILENT_AFTER
 from prefixroute.keys.chain import ChainSpec
 from prefixroute.residency.mirror import DOUBT, Live
-from prefixroute.residency.tree import Changes
+from prefixroute.residency.tree import Delta
 
 DOMAIN = Domain("m", "t", 4)
 TOKENS = list(range(100, 132))
@@ -165,7 +165,7 @@ def test_rule_5_orphans_wait_for_their_parent() -> None:
 
 def test_rule_5_orphan_may_go_before_its_parent_comes() -> None:
     residency = mirror(stored([2], 1, TOKENS[4:8]), stored([3], 2, TOKENS[8:12]), BlocksRemoved((2, 3)))
-    assert residency._groups[0].spans == residency._groups[0].waiting == {}
+    assert residency._groups[0].runs == residency._groups[0].waiting == {}
     apply(residency, stored([1]))
     assert (depth(residency), residency.live_blocks) == (1, 1)
 
@@ -183,7 +183,7 @@ def test_rule_6_batch_is_applied_whole_and_in_order() -> None:
     apply(residency, BlocksRemoved((2,)), BlocksRemoved((1,)), stored([1]), UnknownEvent("x"), stored([3], 1, [9] * 4))
     assert (depth(residency), depth(residency, [*TOKENS[:4], 9, 9, 9, 9])) == (1, 2)
     wanted = prompt([*TOKENS[:4], 9, 9, 9, 9]), prompt()
-    assert residency.take_changes() == Changes({wanted[0].key(2)}, {wanted[1].key(2)})
+    assert residency.take_changes() == Delta({wanted[0].key(2)}, {wanted[1].key(2)})
     assert (residency.counts.batches, residency.counts.stored, residency.counts.removed) == (2, 4, 2)
 
 
@@ -412,7 +412,7 @@ def test_new_life_may_have_other_groups_and_other_blocks() -> None:
     apply(residency, StreamRestarted())
     assert (residency.hit_unit, residency.canonical_blocks, residency.live(), residency.trees) == (0, 0, [], ())
     published = residency.take_changes()
-    assert published == Changes(set(), set())
+    assert published == Delta(set(), set())
     apply(residency, stored([1, 2, 3, 4], tokens=TOKENS[:8], block_size=2, group_kind=FULL))
     assert (depth(residency), residency.hit_unit, residency.counts.restarts) == (2, 2, 1)
 

@@ -85,7 +85,7 @@ def test_block_that_names_itself_as_parent_never_matches() -> None:
     told_late = mirror(BlocksStored((1,), None, (), 0), stored([1], 1))
     assert (told_late.canonical_blocks, told_late.live()) == (0, [Live("gpu", 0, 1, 2)])
     apply(residency, BlocksRemoved((1, 1, 2)))
-    assert residency._groups[0].spans == {}
+    assert residency._groups[0].runs == {}
 
 
 def test_ring_of_parents_never_matches() -> None:
@@ -113,7 +113,7 @@ def test_block_removed_with_blocks_below_it_is_a_hole() -> None:
     apply(residency, stored([2], 1, TOKENS[4:8]))
     assert depth(residency) == 4
     apply(residency, BlocksRemoved((1, 2, 3, 4)))
-    assert residency._groups[0].spans == {}
+    assert residency._groups[0].runs == {}
     assert len(residency.trees[0]) == 0
 
 

@@ -152,7 +152,7 @@ def run(engine: RunEngine, steps: int, delay: float) -> None:
     residency._check()
     assert residency.live() == []
     assert [len(tree) for tree in residency.trees] == [0]
-    assert residency._groups[0].spans == residency._groups[0].waiting == {}
+    assert residency._groups[0].runs == residency._groups[0].waiting == {}
     assert residency.counts.unknown_removals == residency.counts.unknown_events == 0
 
 
@@ -191,7 +191,7 @@ def apply(residency: Residency, *events: EngineEvent) -> None:
 
 def shape(residency: Residency) -> list[list[int]]:
     """The handles of each span."""
-    return [list(map(int, span.handles)) for span in residency._groups[0].each()]
+    return [list(map(int, run.handles)) for run in residency._groups[0].each()]
 
 
 @pytest.mark.parametrize("page", [1, 16, 24])
@@ -251,7 +251,7 @@ def test_path_told_again_whole_stays_one_span_with_two_copies() -> None:
     apply(residency, BlocksRemoved(tuple(handles)))
     assert (shape(residency), residency.canonical_blocks) == ([handles], 6)
     apply(residency, BlocksRemoved(tuple(handles[::-1])))
-    assert residency._groups[0].spans == {}
+    assert residency._groups[0].runs == {}
 
 
 def test_blocks_of_a_window_group_and_blocks_without_tokens_are_runs_too() -> None:

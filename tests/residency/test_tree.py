@@ -16,7 +16,7 @@ from prefixroute import ContentSpan, TokenChain, UsageError
 from prefixroute.keys import chain
 from prefixroute.keys.chain import ChainSpec
 from prefixroute.residency.edge import Edge
-from prefixroute.residency.tree import Changes, RadixTree
+from prefixroute.residency.tree import Delta, RadixTree
 
 SPEC = ChainSpec(2, 7)
 ROOT = 99
@@ -174,7 +174,7 @@ class TreeAgainstModel(RuleBasedStateMachine):
         assert changes.removed <= self.published
         self.published = self.published - changes.removed | changes.added
         assert self.published == set(good)
-        assert self.tree.take_changes() == Changes(set(), set())
+        assert self.tree.take_changes() == Delta(set(), set())
         assert self.tree.collisions == 0
 
     @rule(data=st.data(), suffix=st.sampled_from(["", "", "", "z"]))
@@ -229,11 +229,11 @@ def test_hole_ends_the_match_and_its_filling_restores_it() -> None:
     tree.remove(keys[2], 3, 1, "gpu")
     tree._check()
     assert (matched(tree, "abcdefgh"), tree.matchable, len(tree)) == (2, 2, 8)
-    assert tree.take_changes() == Changes(set(), set(keys[2:]))
+    assert tree.take_changes() == Delta(set(), set(keys[2:]))
     store(tree, "abc", below=2)
     tree._check()
     assert matched(tree, "abcdefgh") == 8
-    assert tree.take_changes() == Changes(set(keys[2:]), set())
+    assert tree.take_changes() == Delta(set(keys[2:]), set())
 
 
 def test_block_is_held_until_its_last_copy_goes() -> None:
@@ -243,7 +243,7 @@ def test_block_is_held_until_its_last_copy_goes() -> None:
     tree.take_changes()
     tree.remove(keys[2], 3, 1, "gpu")
     assert matched(tree, "abc") == 3
-    assert tree.take_changes() == Changes(set(), set())
+    assert tree.take_changes() == Delta(set(), set())
     tree.remove(keys[2], 3, 1, "gpu")
     tree._check()
     assert (matched(tree, "abc"), len(tree)) == (2, 2)
@@ -389,10 +389,10 @@ def test_what_came_and_went_between_two_looks_is_not_told() -> None:
     tree = RadixTree(SPEC)
     keys = store(tree, "ab")
     tree.remove(keys[1], 2, 1, "gpu")
-    assert tree.take_changes() == Changes({keys[0]}, set())
+    assert tree.take_changes() == Delta({keys[0]}, set())
     tree.remove(keys[0], 1, 1, "gpu")
     store(tree, "a")
-    assert tree.take_changes() == Changes(set(), set())
+    assert tree.take_changes() == Delta(set(), set())
 
 
 # --- errors ------------------------------------------------------------------------------------------------
