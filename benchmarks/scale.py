@@ -78,7 +78,7 @@ class Cell(NamedTuple):
     endpoints: int
     blocks: int
     depths: int
-    every: int
+    anchor_stride: int
     keys: int
     index_keys: int
     fresh_us: float
@@ -97,14 +97,16 @@ def measured(case: Case) -> Cell:
     """Build a cell and measure it."""
     rng, chance = np.random.default_rng(1), random.Random(1)
     ends = round(ENDS_SHARE * case.blocks)
-    every = choose_stride(case.blocks, ends, NodeSettings().digest_bytes)
-    n_keys = round(expected_anchors(case.blocks, ends, every))
+    anchor_stride = choose_stride(case.blocks, ends, NodeSettings().digest_bytes)
+    n_keys = round(expected_anchors(case.blocks, ends, anchor_stride))
     prompts = [[chance.randrange(128_000) for _ in range(PROMPT_BLOCKS * BLOCK)] for _ in range(PROMPTS)]
     before = resident_bytes()
     node = Node("node", DOMAIN, rng=chance, now=0.0, settings=SETTINGS)
     node.add_endpoint(incarnation=1, now=0.0)
     relay = Relay(node)
-    shared = [anchors([node.chain(prompt) for prompt in prompts], case.depths, j, every) for j in range(case.depths)]
+    shared = [
+        anchors([node.chain(prompt) for prompt in prompts], case.depths, j, anchor_stride) for j in range(case.depths)
+    ]
     pool = np.unique(rng.integers(0, KEY_LIMIT, min(POOL_KEYS, (case.endpoints - 1) * n_keys) + 1000, np.uint64))
     at = 0
     others: list[list[int]] = []
@@ -112,12 +114,12 @@ def measured(case: Case) -> Cell:
         held = shared[i % case.depths]
         filler = np.take(pool, range(at, at + max(1, n_keys - len(held))), mode="wrap")
         at += len(filler)
-        relay.publish(f"n{i}/0", held.union(filler.tolist()), set(), every)
+        relay.publish(f"n{i}/0", held.union(filler.tolist()), set(), anchor_stride)
         others.append(filler[: max(1, round(CHANGED_SHARE * n_keys))].tolist())
     snapshots = relay.deliver()
     for i, gone in enumerate(others):
         come = {chance.randrange(KEY_LIMIT) for _ in gone}
-        relay.publish(f"n{i}/0", come, set(gone), every)
+        relay.publish(f"n{i}/0", come, set(gone), anchor_stride)
     deltas = relay.deliver()
     index_keys = node.stats(relay.now).index_keys
     del relay, pool, others
@@ -130,7 +132,7 @@ def measured(case: Case) -> Cell:
         _median_us(node, prompts)
     return Cell(
         *case,
-        every,
+        anchor_stride,
         n_keys,
         index_keys,
         fresh,
@@ -143,10 +145,10 @@ def measured(case: Case) -> Cell:
     )
 
 
-def anchors(chains: list[TokenChain], depths: int, which: int, every: int) -> set[int]:
+def anchors(chains: list[TokenChain], depths: int, which: int, anchor_stride: int) -> set[int]:
     """What an endpoint publishes that holds one of the `depths` prefixes of each prompt."""
     last = PROMPT_BLOCKS * (which + 1) // depths
-    published = {1, last, *range(every, last + 1, every)}
+    published = {1, last, *range(anchor_stride, last + 1, anchor_stride)}
     return {chain.wire(depth) for chain in chains for depth in published}
 
 
@@ -184,11 +186,11 @@ class Relay:
         self._gossip.members.add_peer("node", "node", 0.0)
         node.add_peer("relay", "relay", 0.0)
 
-    def publish(self, endpoint: str, come: set[int], gone: set[int], every: int) -> None:
+    def publish(self, endpoint: str, come: set[int], gone: set[int], anchor_stride: int) -> None:
         """Let an endpoint step its version."""
         copy = self._gossip.copies.get(endpoint) or self._gossip.members.join(endpoint, 1, "http://peer", self.now)
         assert isinstance(copy.keys, OwnedSet)
-        copy.keys.stride = every
+        copy.keys.stride = anchor_stride
         copy.keys.gather(Delta(come, gone))
         copy.keys.publish(self.now)
 
@@ -321,7 +323,7 @@ def markdown(cells: list[Cell]) -> str:
     for c in cells:
         times = f"{c.fresh_us:.0f} | {c.route_us:.0f} | {c.chain_us:.0f} | {c.miss_us:.0f}"
         sizes = f"{c.memory_bytes / 1e6:,.0f} | {c.snapshot_bytes / 1e3:.1f} | {c.delta_bytes / 1e3:.2f}"
-        head = f"{c.endpoints:,} | {c.blocks:,} | {c.depths} | {c.every} | {c.keys:,} | {c.index_keys:,}"
+        head = f"{c.endpoints:,} | {c.blocks:,} | {c.depths} | {c.anchor_stride} | {c.keys:,} | {c.index_keys:,}"
         lines.append(f"| {head} | {times} | {sizes} |")
     lines += ["", f"| growth of | with | at | {' | '.join(FIGURES)} |", "|---" * (3 + len(FIGURES)) + "|"]
     for growth in growths(cells):

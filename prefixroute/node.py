@@ -360,7 +360,7 @@ class Node:
     def digests(self) -> dict[str, Digest]:
         """Return what this node holds of every endpoint, its own included, as it was published. O(endpoints)."""
         copies = self._gossip.copies.values()
-        return {c.endpoint: Digest(c.incarnation, c.keys.version, c.keys.every, c.keys.keys) for c in copies}
+        return {c.endpoint: Digest(c.incarnation, c.keys.version, c.keys.anchor_stride, c.keys.keys) for c in copies}
 
     def stats(self, now: float) -> NodeStats:
         """Return the node's view of everything it knows. O(endpoints)."""
@@ -444,7 +444,7 @@ class Node:
         if endpoint not in self._fleet.standings:
             assert copy is not None
             self._join(copy, self._now)
-        self._upkeep.take(endpoint, added, removed, copy.keys.every if copy is not None else 1)
+        self._upkeep.take(endpoint, added, removed, copy.keys.anchor_stride if copy is not None else 1)
 
     def _join(self, copy: Copy, now: float) -> None:
         self._index.join(copy.endpoint)

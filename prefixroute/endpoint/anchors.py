@@ -26,10 +26,10 @@ assert ANCHOR_STRIDES[-1] == STRIDE
 class AnchorSource(Protocol):
     """What anchors are taken from: a tree, or all the trees of an endpoint."""
 
-    def anchors(self, every: int) -> Iterator[int]:
+    def anchors(self, anchor_stride: int) -> Iterator[int]:
         """Yield the 64-bit keys of all anchors."""
 
-    def is_anchor(self, key: int, depth: int, every: int) -> bool:
+    def is_anchor(self, key: int, depth: int, anchor_stride: int) -> bool:
         """Whether a block is an anchor now."""
 
     def watch_anchors(self, on: bool) -> None:
@@ -47,8 +47,8 @@ class Anchors:
 
     __slots__ = ("_every", "_keys", "_more")
 
-    def __init__(self, every: int) -> None:
-        self._every = _checked(every)
+    def __init__(self, anchor_stride: int) -> None:
+        self._every = _checked(anchor_stride)
         self._keys: dict[int, int] = {}
         self._more: dict[int, set[int]] = {}
         """Wire key -> the blocks that share it with the one in `_keys`."""
@@ -66,13 +66,13 @@ class Anchors:
         return iter(self._keys)
 
     @property
-    def every(self) -> int:
+    def anchor_stride(self) -> int:
         """The anchor stride."""
         return self._every
 
-    def set_every(self, every: int, source: AnchorSource) -> Delta:
+    def set_stride(self, anchor_stride: int, source: AnchorSource) -> Delta:
         """Change the stride; return the wire keys that came and went by it. O(edges + anchors)."""
-        self._every = _checked(every)
+        self._every = _checked(anchor_stride)
         return self.rebuild(source)
 
     def rebuild(self, source: AnchorSource) -> Delta:
@@ -95,12 +95,12 @@ class Anchors:
     def follow(self, source: AnchorSource) -> Delta:
         """Bring the set up to date; return the wire keys that came and went. O(touched blocks)."""
         changes = Delta(set(), set())
-        every = self._every
+        anchor_stride = self._every
         for key, depth in source.take_touched().items():
             wire = wire_key(key)
             mine = self._keys.get(wire)
             known = mine == key or (mine is not None and key in self._more.get(wire, ()))
-            if source.is_anchor(key, depth, every):
+            if source.is_anchor(key, depth, anchor_stride):
                 if not known and self._gain(key):
                     changes.gain(wire)
             elif known and self._lose(key):
@@ -149,14 +149,14 @@ def snapshot_bytes(keys: float) -> float:
     return keys * (WIRE_BITS - log2(keys) + 1.6) / 8 if keys >= 1 else 0.0
 
 
-def expected_anchors(blocks: int, ends: int, every: int) -> float:
-    """Return how many anchors `blocks` matchable blocks are expected to have at stride `every`.
+def expected_anchors(blocks: int, ends: int, anchor_stride: int) -> float:
+    """Return how many anchors `blocks` matchable blocks are expected to have at stride `anchor_stride`.
 
     blocks / every + ends, and never more than the blocks: `ends` are those that end a run or a request
     (`RadixTree.ends`). It counts ends at multiples of the stride twice, and leaves out depth 1 of each first block, so
     it is at most ends / every too high, and too low by no more than the number of distinct first blocks.
     """
-    return min(blocks, blocks / every + ends)
+    return min(blocks, blocks / anchor_stride + ends)
 
 
 def choose_stride(blocks: int, ends: int, budget_bytes: float, current: int = 1) -> int:
@@ -167,14 +167,14 @@ def choose_stride(blocks: int, ends: int, budget_bytes: float, current: int = 1)
     its stride. Raises `UsageError` for a stride that is not one of `ANCHOR_STRIDES`.
     """
     _checked(current)
-    for every in ANCHOR_STRIDES:
-        expected = snapshot_bytes(expected_anchors(blocks, ends, every))
-        if expected < budget_bytes / 2 if every < current else expected <= budget_bytes:
-            return every
+    for anchor_stride in ANCHOR_STRIDES:
+        expected = snapshot_bytes(expected_anchors(blocks, ends, anchor_stride))
+        if expected < budget_bytes / 2 if anchor_stride < current else expected <= budget_bytes:
+            return anchor_stride
     return ANCHOR_STRIDES[-1]
 
 
-def _checked(every: int) -> int:
-    if every not in ANCHOR_STRIDES:
-        raise UsageError(f"an anchor stride is one of {ANCHOR_STRIDES}, not {every!r}")
-    return every
+def _checked(anchor_stride: int) -> int:
+    if anchor_stride not in ANCHOR_STRIDES:
+        raise UsageError(f"an anchor stride is one of {ANCHOR_STRIDES}, not {anchor_stride!r}")
+    return anchor_stride

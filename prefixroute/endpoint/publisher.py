@@ -54,9 +54,9 @@ class Publisher:
         self._fitted_blocks = 0
 
     @property
-    def every(self) -> int:
+    def anchor_stride(self) -> int:
         """The anchor stride at present; 1 publishes every block."""
-        return self._anchors.every if self._anchors is not None else 1
+        return self._anchors.anchor_stride if self._anchors is not None else 1
 
     def note(self, gained: Collection[int], lost: Collection[int]) -> Delta:
         """Take 64-bit keys that came and went; return the wire keys that did, for the index. O(changes)."""
@@ -84,7 +84,7 @@ class Publisher:
             self._refit(blocks, now)
         if self._anchors is not None:
             self._publish(self._follow(self._anchors))
-        gained = self._promises.settle(self.every, self._source.hits is not None)
+        gained = self._promises.settle(self.anchor_stride, self._source.hits is not None)
         if gained:
             self._keys.gather(Delta({wire for wire in gained if not self._has(wire)}, set()))
 
@@ -137,15 +137,15 @@ class Publisher:
 
     def _refit(self, blocks: int, now: float) -> None:
         self._fitted_at, self._fitted_blocks = now, blocks
-        every = choose_stride(blocks, self._source.ends(), self._budget_bytes, self.every)
-        if every == self.every:
+        anchor_stride = choose_stride(blocks, self._source.ends(), self._budget_bytes, self.anchor_stride)
+        if anchor_stride == self.anchor_stride:
             return
         if self._anchors is None:
-            self._anchors = Anchors(every)
-        self._anchors.set_every(every, self._source)
+            self._anchors = Anchors(anchor_stride)
+        self._anchors.set_stride(anchor_stride, self._source)
         self._keys.become({*self._anchors, *self._promises})
-        self._keys.stride = every
-        if every == 1:
+        self._keys.stride = anchor_stride
+        if anchor_stride == 1:
             self._source.watch_anchors(False)
             self._anchors = None
 
@@ -153,7 +153,7 @@ class Publisher:
         """Assert that what is or will be published are the anchors of the residency and the promises. O(blocks)."""
         if self._anchors is not None:
             self._publish(self._anchors.follow(self._source))
-        expected = {wire_key(key) for key in self._source.anchors(self.every)}
+        expected = {wire_key(key) for key in self._source.anchors(self.anchor_stride)}
         self._promises._check()
         assert self._keys.pending() == expected | set(self._promises)
 
@@ -165,13 +165,13 @@ class Promise(NamedTuple):
     above: int
     depth: int
 
-    def keys(self, every: int) -> Iterator[int]:
+    def keys(self, anchor_stride: int) -> Iterator[int]:
         """Yield the wire keys to publish at an anchor stride: what a search asks for (`index`, rule 4), and the end.
 
         O(blocks / every) hashes of up to a chain's stride.
         """
         for depth in range(self.above + 1, self.depth):
-            if depth == 1 or depth % every == 0:
+            if depth == 1 or depth % anchor_stride == 0:
                 yield wire_key(self.chain.key(depth))
         yield wire_key(self.chain.key(self.depth))
 
@@ -208,14 +208,16 @@ class Promises:
         if promise.depth > promise.above:
             self._new[ticket] = promise
 
-    def settle(self, every: int, ends_only: bool = False) -> set[int]:
+    def settle(self, anchor_stride: int, ends_only: bool = False) -> set[int]:
         """Make the promises of the prompts that are still under way; return wire keys that were not promised before.
 
         At an anchor stride, or only as the ends that they will leave.
         """
         gained: set[int] = set()
         for ticket, promise in self._new.items():
-            keys = self._made[ticket] = tuple(dict.fromkeys(promise.end() if ends_only else promise.keys(every)))
+            keys = self._made[ticket] = tuple(
+                dict.fromkeys(promise.end() if ends_only else promise.keys(anchor_stride))
+            )
             for wire in keys:
                 count = self._counts.get(wire, 0)
                 self._counts[wire] = count + 1

@@ -79,8 +79,8 @@ class Assembly:
         "_lowers",
         "_parts",
         "_total",
+        "anchor_stride",
         "checksum",
-        "every",
         "incarnation",
         "since",
         "size",
@@ -93,7 +93,7 @@ class Assembly:
         self.since = update.since
         self.version = update.version
         self.checksum = update.checksum
-        self.every = update.every
+        self.anchor_stride = update.anchor_stride
         self.touched_at = now
         self.size = 0
         """Keys that have come, each part counted for `PART_KEYS` at least: what it takes to keep them."""
@@ -132,7 +132,7 @@ class Assembly:
             return None
         parts = [self._parts[start] for start in self._lowers]
         adds, removes = _joined([part.added for part in parts]), _joined([part.removed for part in parts])
-        change = Change(self.since, self.version, adds, removes, self.checksum, self.every)
+        change = Change(self.since, self.version, adds, removes, self.checksum, self.anchor_stride)
         if self.since:
             return Arrival(change, NO_KEYS, None)
         total = self._total % 2**64

@@ -125,7 +125,9 @@ class Receiver:
         """Return the whole change if this part completes it. A transfer under way keeps its place until it stalls."""
         if update.whole:
             codes = [(update.added, update.removed)]
-            change = Change(update.since, update.version, added, removed, update.checksum, update.every, codes=codes)
+            change = Change(
+                update.since, update.version, added, removed, update.checksum, update.anchor_stride, codes=codes
+            )
             return Arrival(change, NO_KEYS, None)
         a = copy.assembly
         if a is not None and not a.is_of(update):
@@ -157,7 +159,7 @@ class Receiver:
             self._members.discard(copy, now)
             return
         if verdict is Verdict.REPLACE and (incarnation != copy.incarnation or not keys.version):
-            keys.replace(change.version, change.added, change.every, now, arrival.total)
+            keys.replace(change.version, change.added, change.anchor_stride, now, arrival.total)
             if incarnation != copy.incarnation:
                 copy.incarnation, copy.heartbeat, copy.revision = incarnation, 0, 0
             self._emit(ReplicaChanged(copy.endpoint, "replaced"))
@@ -165,7 +167,7 @@ class Receiver:
             # A snapshot of the same life is a step too: without it this node could pass on nothing but snapshots.
             codes = change.codes[0] if change.codes and verdict is Verdict.APPLY else None
             whole = change.added if verdict is Verdict.REPLACE else None
-            keys.advance(change.version, gained, lost, change.every, now, codes, whole)
+            keys.advance(change.version, gained, lost, change.anchor_stride, now, codes, whole)
         a = copy.assembly
         if a is not None and (a.version <= change.version or a.since not in (0, change.version)):
             copy.assembly = None

@@ -119,7 +119,7 @@ def cut(debt: Debt, lower: int, upper: int, room: int) -> tuple[bytes | None, in
     if fitting is None:
         return None, lower
     end = 0 if fitting == KEY_LIMIT else fitting
-    versions = (change.since, change.version, change.checksum, change.every)
+    versions = (change.since, change.version, change.checksum, change.anchor_stride)
     codes = _codes(change, lower, fitting)
     update = Update(debt.endpoint, debt.incarnation, *versions, lower, end, *codes, *_addresses(debt))
     return encode_part(update), fitting

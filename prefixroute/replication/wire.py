@@ -116,8 +116,8 @@ class VectorEntry(msgspec.Struct, frozen=True, array_like=True):
 class Update(msgspec.Struct, frozen=True, array_like=True):
     """A change of one endpoint's set, `since` -> `version`, or the part of it with `lower` <= key < `upper`.
 
-    A snapshot has `since` 0; `upper` 0 is the end. `checksum` and `every` (the anchor stride) are those of the whole
-    set at `version`. `added` and `removed` are coded by `codec`; `url`, `contact` and `zone` ride in snapshots.
+    A snapshot has `since` 0; `upper` 0 is the end. `checksum` and `anchor_stride` are those of the whole set at
+    `version`. `added` and `removed` are coded by `keys.rice`; `url`, `contact` and `zone` ride in snapshots.
     """
 
     endpoint: Name
@@ -125,7 +125,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     since: U63
     version: Ordinal
     checksum: U64
-    every: Stride
+    anchor_stride: Stride
     lower: U48
     upper: U48
     added: bytes

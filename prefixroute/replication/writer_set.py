@@ -68,7 +68,7 @@ class Change(NamedTuple):
     added: Keys
     removed: Keys
     checksum: int
-    every: int = 1
+    anchor_stride: int = 1
     n_base: int = 0
     base: Callable[[], Base] | None = None
     codes: list[Codes] | None = None
@@ -80,7 +80,7 @@ class _Step(NamedTuple):
     added: Keys
     removed: Keys
     checksum: int
-    every: int
+    anchor_stride: int
     n_base: int
     at: float
     codes: list[Codes]
@@ -98,12 +98,22 @@ class WriterSet:
     an older state is frozen for a transfer, and `LOG_BYTES` for the log.
     """
 
-    __slots__ = ("_begun_at", "_changes", "_checksum", "_frozen", "_log", "_log_bytes", "every", "keys", "version")
+    __slots__ = (
+        "_begun_at",
+        "_changes",
+        "_checksum",
+        "_frozen",
+        "_log",
+        "_log_bytes",
+        "anchor_stride",
+        "keys",
+        "version",
+    )
 
     def __init__(self) -> None:
         self.keys: Keys = NO_KEYS
         self.version = 0
-        self.every = 1
+        self.anchor_stride = 1
         """The anchor stride at which the owner published the keys."""
         self._checksum = 0
         self._begun_at = float("-inf")
@@ -130,7 +140,7 @@ class WriterSet:
         version: int,
         added: Keys,
         removed: Keys,
-        every: int = 1,
+        anchor_stride: int = 1,
         now: float = 0.0,
         codes: Codes | None = None,
         whole: Keys | None = None,
@@ -142,8 +152,8 @@ class WriterSet:
         keys = patched(self.keys, added, removed) if whole is None else whole
         self._checksum = (self._checksum + checksum(added) - checksum(removed)) % 2**64
         kept = [codes] if codes is not None else []
-        step = _Step(self.version, version, added, removed, self._checksum, every, len(self.keys), now, kept)
-        self.keys, self.version, self.every = keys, version, every
+        step = _Step(self.version, version, added, removed, self._checksum, anchor_stride, len(self.keys), now, kept)
+        self.keys, self.version, self.anchor_stride = keys, version, anchor_stride
         self._changes.clear()
         self._log.append(step)
         self._log_bytes += step.nbytes
@@ -162,11 +172,13 @@ class WriterSet:
         found[inside] = self.keys[at[inside]] == keys[inside]
         return found
 
-    def replace(self, version: int, keys: Keys, every: int = 1, now: float = 0.0, total: int | None = None) -> None:
+    def replace(
+        self, version: int, keys: Keys, anchor_stride: int = 1, now: float = 0.0, total: int | None = None
+    ) -> None:
         """Become `keys` at `version`, with an empty log. `total` is their checksum if known. O(n), or O(1)."""
         self._begun_at = now
         self._checksum = checksum(keys) if total is None else total
-        self.keys, self.version, self.every = keys, version, every
+        self.keys, self.version, self.anchor_stride = keys, version, anchor_stride
         self._log.clear()
         self._changes.clear()
         self._log_bytes = 0
@@ -216,7 +228,7 @@ class WriterSet:
         def base() -> Base:
             return Base(keys, *_net(later))
 
-        return Change(since, until, added, removed, last.checksum, last.every, steps[0].n_base, base, codes)
+        return Change(since, until, added, removed, last.checksum, last.anchor_stride, steps[0].n_base, base, codes)
 
     def _steps(self, since: int, until: int) -> list[_Step]:
         """The steps of the log that lead from one version to another; none if it does not hold them all."""
@@ -236,7 +248,7 @@ class WriterSet:
             and (frozen.version == self.version or (self._log and self._log[0].since <= frozen.version))
         ):
             return frozen
-        self._frozen = Change(0, self.version, self.keys, NO_KEYS, self._checksum, self.every, 0, None, [])
+        self._frozen = Change(0, self.version, self.keys, NO_KEYS, self._checksum, self.anchor_stride, 0, None, [])
         return self._frozen
 
     def snapshot_at(self, version: int) -> Change | None:
@@ -254,11 +266,11 @@ class WriterSet:
             return None
         added, removed = _net(steps)
         keys = patched(self.keys, removed, added)
-        every = next((step.every for step in self._log if step.version == version), None)
-        if every is None:
+        anchor_stride = next((step.anchor_stride for step in self._log if step.version == version), None)
+        if anchor_stride is None:
             # The log begins there, and does not tell at which stride.
             return None
-        self._frozen = Change(0, version, keys, NO_KEYS, checksum(keys), every, 0, None, [])
+        self._frozen = Change(0, version, keys, NO_KEYS, checksum(keys), anchor_stride, 0, None, [])
         return self._frozen
 
     def _check(self) -> None:
@@ -307,7 +319,7 @@ class OwnedSet(WriterSet):
     def due(self, share: float, within_s: float, now: float) -> bool:
         """Whether there is something to publish that is `share` of the set, or that long after the last time."""
         n = len(self._pending.added) + len(self._pending.removed) + len(self._folded.left) + len(self._folded.right)
-        if not n and self.stride == self.every:
+        if not n and self.stride == self.anchor_stride:
             return False
         # A float's rounding must not put it off by a whole exchange.
         return n >= share * len(self.keys) or now - self._published_at >= 0.99 * within_s
@@ -316,7 +328,7 @@ class OwnedSet(WriterSet):
         """Step the version if there is anything new since the last step. O(n) copied bytes."""
         self._fold()
         added, removed = self._folded
-        if not len(added) and not len(removed) and self.stride == self.every:
+        if not len(added) and not len(removed) and self.stride == self.anchor_stride:
             return False
         self.advance(self.version + 1, added, removed, self.stride, now)
         self._folded, self._published_at = Difference(NO_KEYS, NO_KEYS), now

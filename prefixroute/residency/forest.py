@@ -4,7 +4,7 @@ Rules:
 1. With one tree, the usual case, nothing is kept here. With several, the holders of every key are counted.
 2. What every tree holds is closed under prefixes, since each tree's blocks are. Its anchors (`tree`, rule 5) are those
    of any tree that all of them hold. Where the trees go apart none may have an end; that costs fidelity, not truth.
-3. A block counts when every tree holds it. Of a hybrid model what is published, and its anchors, are `hybrid_hits`' to say.
+3. A block counts when every tree holds it. What is published of a hybrid model, and its anchors, `hybrid_hits` says.
 """
 
 from __future__ import annotations
@@ -188,22 +188,22 @@ class Forest:
             return self.hits.last()
         return max((tree.ends() for tree in self._trees), default=0)
 
-    def anchors(self, every: int) -> Iterator[int]:
-        """Yield the keys of the anchors of stride `every`. O(edges + anchors)."""
+    def anchors(self, anchor_stride: int) -> Iterator[int]:
+        """Yield the keys of the anchors of stride `anchor_stride`. O(edges + anchors)."""
         if self.hits is not None:
-            return self.hits.anchors(every)
+            return self.hits.anchors(anchor_stride)
         if len(self._trees) > 1:
-            anchors = {key for tree in self._trees for key in tree.anchors(every)}
+            anchors = {key for tree in self._trees for key in tree.anchors(anchor_stride)}
             return (key for key in anchors if self._holders[key] == len(self._trees))
-        return (key for tree in self._trees for key in tree.anchors(every))
+        return (key for tree in self._trees for key in tree.anchors(anchor_stride))
 
-    def is_anchor(self, key: int, depth: int, every: int) -> bool:
-        """Whether the block (key, depth) is an anchor of stride `every`. O(1)."""
+    def is_anchor(self, key: int, depth: int, anchor_stride: int) -> bool:
+        """Whether the block (key, depth) is an anchor of stride `anchor_stride`. O(1)."""
         if self.hits is not None:
-            return self.hits.is_anchor(key, depth, every)
+            return self.hits.is_anchor(key, depth, anchor_stride)
         if len(self._trees) > 1 and self._holders.get(key) != len(self._trees):
             return False
-        return any(tree.is_anchor(key, depth, every) for tree in self._trees)
+        return any(tree.is_anchor(key, depth, anchor_stride) for tree in self._trees)
 
     def watch_anchors(self, on: bool) -> None:
         """Begin or cease to note touched blocks. What is there already is not touched by that."""

@@ -2,10 +2,12 @@
 
 Rules:
 1. A hit ends at a depth that all full-attention groups hold (`forest`), that every window and state group reaches
-   (`window_group`), and that is a multiple of the hit unit. Those depths are *ends*; all else that is held is of no use.
+   (`window_group`), and that is a multiple of the hit unit. Those depths are *ends*; nothing else that is held is of
+   use.
 2. A window's block gets its place from the full-attention block of the same handle. One that has none yet waits.
-3. What is published is ends and marks (`keys.hit_marks`), at anchor stride 1. At stride k an end counts as an anchor when its
-   depth is a multiple of k, or no block of the first window group right below it is one: of neighbours the last stays.
+3. What is published is ends and marks (`keys.hit_marks`), at anchor stride 1. At stride k an end
+   counts as an anchor when its depth is a multiple of k, or no block of the first window group right below it is one:
+   of neighbours the last stays.
 
 Memory: about 900 bytes an end beside the windows' own; nothing of this is there for an endpoint without such a group.
 """
@@ -86,14 +88,14 @@ class HybridHits:
         yield from self._ends
         yield from self._marks
 
-    def anchors(self, every: int) -> Iterator[int]:
-        """Yield what is published at stride `every`."""
-        return (key for key in self.keys() if self.is_anchor(key, self._depth(key), every))
+    def anchors(self, anchor_stride: int) -> Iterator[int]:
+        """Yield what is published at stride `anchor_stride`."""
+        return (key for key in self.keys() if self.is_anchor(key, self._depth(key), anchor_stride))
 
-    def is_anchor(self, key: int, depth: int, every: int) -> bool:
-        """Whether a key is published at stride `every`. O(1), and the blocks right below an end."""
+    def is_anchor(self, key: int, depth: int, anchor_stride: int) -> bool:
+        """Whether a key is published at stride `anchor_stride`. O(1), and the blocks right below an end."""
         if key in self._ends:
-            return depth % every == 0 or self._is_last(key)
+            return depth % anchor_stride == 0 or self._is_last(key)
         return key in self._marks or key == ENDS_ONLY
 
     def last(self) -> int:

@@ -9,7 +9,7 @@ Rules (each has a recorded stream or a named issue behind it):
 4. Engine blocks of any size become canonical blocks (`reblock`). One is held while all its tokens are. Blocks of one
    path with equal copies are kept as one run (`runs`), so that small pages cost little more than large blocks.
 5. Blocks are placed by full-attention groups, and a prefix counts only if every such group holds it. Window and state
-   groups enter the hit unit, and with them only where each has what it needs can a hit end: that is published (`hybrid_hits`).
+   groups enter the hit unit, and a hit ends only where each of them has what it needs: see `hybrid_hits`.
 6. A gap makes the residency partial: what was known before it is doubtful until it is stored again, reported or
    removed. A report adds no copies (vLLM #45261).
 7. Nothing that an engine sends raises: unknown removals and unusable events are counters.
@@ -44,12 +44,12 @@ from ..events import (
 )
 from ..keys.chain import TOKEN_BYTES, ChainSpec, pack_tokens
 from ..keys.domain import Domain
+from ..keys.keyset import Delta
 from .forest import Forest
 from .group import Group
 from .reblock import Reblocker
 from .report import parts_of
 from .runs import Run
-from ..keys.keyset import Delta
 from .tree import RadixTree
 from .window_group import APART_KINDS, WindowGroup
 
@@ -64,7 +64,7 @@ class Residency:
     """The mirror of one endpoint's engine (one data-parallel rank), exact while its stream is clean.
 
     `apply` takes batches in order and never raises for what an engine sent. `take_changes` gives the 64-bit keys that
-    came to be published, and ceased to be: matchable canonical blocks, of a hybrid model the ends of hits (`keys.hit_marks`).
+    came to be published, and ceased to be: matchable canonical blocks, or the ends of a hybrid model's hits.
     `credited` tiers count for a match. `capacity_tokens`, when known, bounds the live copies in the GPU tier.
     """
 

@@ -91,29 +91,29 @@ class RadixTree:
         for edge in self._edges():
             yield from edge.keys[: edge.reach]
 
-    def anchors(self, every: int) -> Iterator[int]:
-        """Yield the keys of the anchors of stride `every`. O(edges + anchors)."""
+    def anchors(self, anchor_stride: int) -> Iterator[int]:
+        """Yield the keys of the anchors of stride `anchor_stride`. O(edges + anchors)."""
         ends: dict[Edge, list[int]] = {}
         for key, depth in self._request_ends.items():
             edge = self._where[key]
-            if depth - edge.depth < edge.reach and depth > 1 and depth % every:
+            if depth - edge.depth < edge.reach and depth > 1 and depth % anchor_stride:
                 ends.setdefault(edge, []).append(key)
         for edge in self._edges():
-            last, first = edge.reach - 1, -(edge.depth + 1) % every
-            yield from edge.keys[first : last + 1 : every]
+            last, first = edge.reach - 1, -(edge.depth + 1) % anchor_stride
+            yield from edge.keys[first : last + 1 : anchor_stride]
             others = {0, last} if not edge.depth else {last}
-            yield from (edge.keys[i] for i in others if edge.reach and (i - first) % every)
+            yield from (edge.keys[i] for i in others if edge.reach and (i - first) % anchor_stride)
             yield from ends.get(edge, ())
 
-    def is_anchor(self, key: int, depth: int, every: int) -> bool:
-        """Whether the block (key, depth) is an anchor of stride `every`. O(1)."""
+    def is_anchor(self, key: int, depth: int, anchor_stride: int) -> bool:
+        """Whether the block (key, depth) is an anchor of stride `anchor_stride`. O(1)."""
         edge = self._where.get(key)
         if edge is None:
             return False
         at = depth - edge.depth - 1
         if not 0 <= at < edge.reach or edge.keys[at] != key:
             return False
-        return depth % every == 0 or depth == 1 or at == edge.reach - 1 or key in self._request_ends
+        return depth % anchor_stride == 0 or depth == 1 or at == edge.reach - 1 or key in self._request_ends
 
     def ends(self) -> int:
         """Return how many matchable blocks end an edge's run or a request: anchors of any stride. O(edges + ends)."""

@@ -5,8 +5,8 @@ are fewer; of a state (Mamba and the like) the one block that ends at L (vLLM 0.
 
 Rules:
 1. A block's handle is that of the full-attention block that ends at the same token, whatever the sizes of both: so it
-   is known where it lies, and below which other one, once the full-attention group has told (`hybrid_hits`). A handle's place
-   never changes.
+   is known where it lies, and below which other one, once the full-attention group has told (`hybrid_hits`). A
+   handle's place never changes.
 2. Each held block has a *run*: how many blocks up to it are held without a hole, counted no further than is needed.
    What has no block above it has all that it needs.
 3. Where the group's blocks are smaller than full attention's, some have no such block. What is above them is told by

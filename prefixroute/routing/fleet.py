@@ -230,12 +230,12 @@ class Fleet:
         assert self._ranking == sorted(self._ranking)
         assert sorted(bit for *_, bit in self._ranking) == sorted(self.by_bit)
         assert {standing.bit: standing for standing in self.standings.values()} == self.by_bit
-        every = sum(self.by_bit)
-        assert self.usable & ~every == self.overloaded & ~every == self.local & ~every == 0
+        anchor_stride = sum(self.by_bit)
+        assert self.usable & ~anchor_stride == self.overloaded & ~anchor_stride == self.local & ~anchor_stride == 0
         for bit, standing in self.by_bit.items():
             assert bool(self.guarded & bit) is (0 < standing.needs_s < inf)
             assert standing.needs_s < inf or not (self.usable & bit or standing.local)
-        assert self.barred & (every | self.usable) == self.barred & ~self.usable
+        assert self.barred & (anchor_stride | self.usable) == self.barred & ~self.usable
 
 
 def _owner_of(standing: Standing) -> str:

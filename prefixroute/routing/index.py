@@ -127,24 +127,24 @@ class MergedIndex:
 
     def stride(self, bit: int) -> int:
         """Return the anchor stride of the endpoint with this bit."""
-        return next((every for every, mask in self._strides if mask & bit), 1)
+        return next((anchor_stride for anchor_stride, mask in self._strides if mask & bit), 1)
 
-    def set_stride(self, endpoint: str, every: int) -> None:
+    def set_stride(self, endpoint: str, anchor_stride: int) -> None:
         """Say which anchor stride an endpoint's keys have; 1, as after `join`, is every block.
 
         Set it with the keys that have it: keys of a finer stride are found as well, those of a coarser one
         under-estimated. Raises `UsageError` for a stride that does not divide 32.
         """
-        if every not in ANCHOR_STRIDES:
-            raise UsageError(f"an anchor stride is one of {ANCHOR_STRIDES}, not {every!r}")
+        if anchor_stride not in ANCHOR_STRIDES:
+            raise UsageError(f"an anchor stride is one of {ANCHOR_STRIDES}, not {anchor_stride!r}")
         bit = self._bits[endpoint]
-        if self.stride(bit) == every:
+        if self.stride(bit) == anchor_stride:
             return
         masks = {stride: mask & ~bit for stride, mask in self._strides}
-        if every > 1:
-            masks[every] = masks.get(every, 0) | bit
+        if anchor_stride > 1:
+            masks[anchor_stride] = masks.get(anchor_stride, 0) | bit
         self._strides = sorted(((stride, mask) for stride, mask in masks.items() if mask), reverse=True)
-        self._coarse = self._coarse | bit if every > 1 else self._coarse & ~bit
+        self._coarse = self._coarse | bit if anchor_stride > 1 else self._coarse & ~bit
 
     def search(self, chain: TokenChain, keep: int = DEEPEST, within: int = -1) -> list[Stratum]:
         """Return the deepest `keep` strata of a prompt among the endpoints `within`, without the holders of nothing.
@@ -271,11 +271,11 @@ class MergedIndex:
         while brackets and len(strata) < keep:
             lower, above, upper, below = brackets.pop()
             landed = above & ~below
-            every = self._widest(landed)
-            if upper - lower == every:
-                self._try_ends(chain, lower, landed, every, strata)
+            anchor_stride = self._widest(landed)
+            if upper - lower == anchor_stride:
+                self._try_ends(chain, lower, landed, anchor_stride, strata)
                 continue
-            middle = (lower + upper) // (2 * every) * every
+            middle = (lower + upper) // (2 * anchor_stride) * anchor_stride
             mask = below if middle > chain.depth else (above & masks.get(chain.key(middle) >> 16, 0)) | below
             if mask != above:
                 brackets.append((lower, above, middle, mask))
@@ -283,9 +283,9 @@ class MergedIndex:
                 brackets.append((middle, mask, upper, below))
         return strata
 
-    def _try_ends(self, chain: TokenChain, lower: int, landed: int, every: int, strata: list[Stratum]) -> None:
-        """Add what those hold that landed at `lower`, a multiple of `every`: their deepest anchor before the next."""
-        for depth in range(min(lower + every - 1, chain.depth), lower, -1):
+    def _try_ends(self, chain: TokenChain, lower: int, landed: int, anchor_stride: int, strata: list[Stratum]) -> None:
+        """Add the deepest anchor between `lower` and the next multiple of the stride of who landed at `lower`."""
+        for depth in range(min(lower + anchor_stride - 1, chain.depth), lower, -1):
             found = landed & self._masks.get(chain.key(depth) >> 16, 0)
             if found:
                 strata.append(Stratum(depth, found))
@@ -298,21 +298,21 @@ class MergedIndex:
         masks = self._masks
         if not chain.depth or not masks.get(chain.key(1) >> 16, 0) & bit:
             return 0
-        every = self._widest(bit)
-        lower, upper = 0, chain.depth // every + 1
+        anchor_stride = self._widest(bit)
+        lower, upper = 0, chain.depth // anchor_stride + 1
         while upper - lower > 1:
             middle = (lower + upper) // 2
-            if masks.get(chain.key(middle * every) >> 16, 0) & bit:
+            if masks.get(chain.key(middle * anchor_stride) >> 16, 0) & bit:
                 lower = middle
             else:
                 upper = middle
         strata: list[Stratum] = []
-        self._try_ends(chain, lower * every, bit, every, strata)
+        self._try_ends(chain, lower * anchor_stride, bit, anchor_stride, strata)
         return strata[0].depth
 
     def _widest(self, mask: int) -> int:
         """The widest stride among coarse endpoints."""
-        return next(every for every, endpoints in self._strides if endpoints & mask)
+        return next(anchor_stride for anchor_stride, endpoints in self._strides if endpoints & mask)
 
     def keys_of(self, bit: int) -> set[int]:
         """Return the wire keys that have this bit. O(all keys): for checks."""

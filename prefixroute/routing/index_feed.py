@@ -32,13 +32,13 @@ SLICE_KEYS = 4096
 class _Job:
     """A change of one endpoint's keys that waits."""
 
-    __slots__ = ("added", "endpoint", "every", "gone", "removed")
+    __slots__ = ("added", "anchor_stride", "endpoint", "gone", "removed")
 
-    def __init__(self, endpoint: str, added: Keys, removed: Keys, every: int, gone: Iterator[int]) -> None:
+    def __init__(self, endpoint: str, added: Keys, removed: Keys, anchor_stride: int, gone: Iterator[int]) -> None:
         self.endpoint = endpoint
         self.added = added
         self.removed = removed
-        self.every = every
+        self.anchor_stride = anchor_stride
         self.gone = gone
         """More keys that are removed."""
 
@@ -75,21 +75,21 @@ class Upkeep:
         """Begin a call: it may do one slice."""
         self._left = SLICE_KEYS
 
-    def take(self, endpoint: str, added: Keys, removed: Keys, every: int) -> None:
+    def take(self, endpoint: str, added: Keys, removed: Keys, anchor_stride: int) -> None:
         """Take keys that an endpoint gained and lost, at the anchor stride that it has from now on.
 
         They are in the index on return if the call has as many keys left, and nothing else of the endpoint waits.
         """
         index = self._index
         bit, n = index.bit(endpoint), len(added) + len(removed)
-        if every > index.stride(bit):
-            index.set_stride(endpoint, every)
+        if anchor_stride > index.stride(bit):
+            index.set_stride(endpoint, anchor_stride)
         if bit in self._jobs or n > self._left:
-            self._jobs.setdefault(bit, deque()).append(_Job(endpoint, added, removed, every, iter(())))
+            self._jobs.setdefault(bit, deque()).append(_Job(endpoint, added, removed, anchor_stride, iter(())))
             return
         self._left -= n
         index.mark(bit, added.tolist(), removed.tolist())
-        index.set_stride(endpoint, every)
+        index.set_stride(endpoint, anchor_stride)
 
     def retire(self, endpoint: str, keys: Iterable[int] = ()) -> None:
         """Take an endpoint out of the index; `keys` are those that it has beside what waits to be removed."""
@@ -111,7 +111,7 @@ class Upkeep:
                 self._left -= len(keys[0]) + len(keys[1])
                 continue
             if bit not in self._retired:
-                self._index.set_stride(job.endpoint, max(job.every for job in jobs))
+                self._index.set_stride(job.endpoint, max(job.anchor_stride for job in jobs))
             jobs.popleft()
             if not jobs:
                 del self._jobs[bit]

@@ -52,12 +52,12 @@ class Script:
 
     def __init__(self) -> None:
         self.tree = RadixTree(SPEC)
-        self.anchors = {every: Anchors(every) for every in ANCHOR_STRIDES}
-        self.published: dict[int, set[int]] = {every: set() for every in ANCHOR_STRIDES}
+        self.anchors = {anchor_stride: Anchors(anchor_stride) for anchor_stride in ANCHOR_STRIDES}
+        self.published: dict[int, set[int]] = {anchor_stride: set() for anchor_stride in ANCHOR_STRIDES}
         self.held: list[tuple[str, str]] = []
         """(path, tier) of blocks that are held there, with repetitions."""
-        for every, anchors in self.anchors.items():
-            assert anchors.rebuild(self.tree) == NONE and anchors.every == every
+        for anchor_stride, anchors in self.anchors.items():
+            assert anchors.rebuild(self.tree) == NONE and anchors.anchor_stride == anchor_stride
 
     def step(self, data: st.DataObject) -> None:
         kind = data.draw(st.sampled_from(["store"] * 5 + ["remove"] * 4 + ["end"] * 3 + ["tier", "clear"]))
@@ -85,11 +85,11 @@ class Script:
     def follow(self) -> None:
         # One tree has one follower as a rule: here each is shown the same touched blocks.
         touched = self.tree.take_touched()
-        for every, anchors in self.anchors.items():
+        for anchor_stride, anchors in self.anchors.items():
             changes = anchors.follow(Shown(self.tree, touched))
-            published = self.published[every]
+            published = self.published[anchor_stride]
             assert not changes.added & published and changes.removed <= published
-            self.published[every] = published = published - changes.removed | changes.added
+            self.published[anchor_stride] = published = published - changes.removed | changes.added
             anchors._check(self.tree)
             assert published == set(anchors)
             assert len(anchors) == len(published)
@@ -102,11 +102,11 @@ class Shown:
     def __init__(self, tree: RadixTree, touched: dict[int, int]) -> None:
         self.tree, self.touched = tree, touched
 
-    def anchors(self, every: int) -> Iterator[int]:
-        return self.tree.anchors(every)
+    def anchors(self, anchor_stride: int) -> Iterator[int]:
+        return self.tree.anchors(anchor_stride)
 
-    def is_anchor(self, key: int, depth: int, every: int) -> bool:
-        return self.tree.is_anchor(key, depth, every)
+    def is_anchor(self, key: int, depth: int, anchor_stride: int) -> bool:
+        return self.tree.is_anchor(key, depth, anchor_stride)
 
     def watch_anchors(self, on: bool) -> None:
         self.tree.watch_anchors(on)
@@ -124,8 +124,8 @@ def test_followed_anchors_equal_the_tree_after_every_step(data: st.DataObject) -
             script.step(data)
         script.follow()
         script.tree._check()
-    for every, anchors in script.anchors.items():
-        assert anchors.rebuild(script.tree) == NONE, every
+    for anchor_stride, anchors in script.anchors.items():
+        assert anchors.rebuild(script.tree) == NONE, anchor_stride
 
 
 def test_the_definition_on_one_path() -> None:
@@ -171,14 +171,14 @@ def test_an_anchor_is_a_block_at_its_depth() -> None:
     tree = RadixTree(SPEC)
     store(tree, "abcde")
     store(tree, "abxyz", below=2)
-    for every in ANCHOR_STRIDES:
-        anchors = set(tree.anchors(every))
+    for anchor_stride in ANCHOR_STRIDES:
+        anchors = set(tree.anchors(anchor_stride))
         for path in ("abcde", "abxyz"):
             for n in range(1, 6):
                 for depth in range(7):
                     expected = depth == n and key(path[:n]) in anchors
-                    assert tree.is_anchor(key(path[:n]), depth, every) == expected
-        assert not tree.is_anchor(ROOT, 0, every)
+                    assert tree.is_anchor(key(path[:n]), depth, anchor_stride) == expected
+        assert not tree.is_anchor(ROOT, 0, anchor_stride)
 
 
 def test_a_tree_that_is_not_watched_touches_nothing() -> None:
@@ -213,22 +213,22 @@ def test_change_of_stride_tells_what_differs() -> None:
     anchors = Anchors(1)
     assert len(anchors.rebuild(tree).added) == len(anchors) == 17
     before = set(anchors)
-    coarser = anchors.set_every(8, tree)
+    coarser = anchors.set_stride(8, tree)
     assert coarser == Delta(set(), before - wires("a", path[:8], path[:16], path))
-    assert anchors.set_every(4, tree) == Delta(wires(path[:4], path[:12]), set())
+    assert anchors.set_stride(4, tree) == Delta(wires(path[:4], path[:12]), set())
     store(tree, path[:9] + "x", below=9)
     assert anchors.follow(tree) == Delta(wires(path[:9], path[:9] + "x"), set())
-    assert anchors.set_every(4, tree) == NONE
+    assert anchors.set_stride(4, tree) == NONE
     anchors._check(tree)
 
 
 @pytest.mark.parametrize("every", [0, 3, 64, -1])
-def test_stride_divides_32(every: int) -> None:
-    for wrong in (lambda: Anchors(every), lambda: Anchors(1).set_every(every, RadixTree(SPEC))):
+def test_stride_divides_32(anchor_stride: int) -> None:
+    for wrong in (lambda: Anchors(anchor_stride), lambda: Anchors(1).set_stride(anchor_stride, RadixTree(SPEC))):
         with pytest.raises(UsageError, match="is one of"):
             wrong()
     with pytest.raises(UsageError, match="is one of"):
-        choose_stride(1, 1, 1, every)
+        choose_stride(1, 1, 1, anchor_stride)
 
 
 # --- wire keys that repeat ---------------------------------------------------------------------------------
@@ -241,10 +241,10 @@ class Pile:
         self.keys: set[int] = set()
         self.touched: dict[int, int] = {}
 
-    def anchors(self, every: int) -> Iterator[int]:
+    def anchors(self, anchor_stride: int) -> Iterator[int]:
         return iter(self.keys)
 
-    def is_anchor(self, key: int, depth: int, every: int) -> bool:
+    def is_anchor(self, key: int, depth: int, anchor_stride: int) -> bool:
         return key in self.keys
 
     def watch_anchors(self, on: bool) -> None:
@@ -326,7 +326,7 @@ def test_anchors_of_several_groups_are_held_by_all_of_them(data: st.DataObject) 
         forest._check()
         in_all = set.intersection(*({wire_key(key(path)) for path in set(mine)} for mine in held)) if held else set()
         assert set(anchors) <= in_all
-        assert anchors.every > 1 or set(anchors) == {wire_key(k) for k in forest.keys()}  # noqa: SIM118 - a forest is no dict
+        assert anchors.anchor_stride > 1 or set(anchors) == {wire_key(k) for k in forest.keys()}  # noqa: SIM118 - a forest is no dict
 
 
 def test_anchors_follow_an_engine_through_its_residency() -> None:
@@ -370,19 +370,21 @@ def test_expected_anchors_are_near_the_anchors_of_conversations() -> None:
             tree.store(ROOT, 0, [chain.block(i) for i in range(chain.depth)], "gpu")
             tree.end_request(TokenChain(SPEC, ROOT, tokens[:-5]))
     ends = tree.ends()
-    for every in ANCHOR_STRIDES:
-        true = sum(1 for _ in tree.anchors(every))
-        expected = expected_anchors(tree.matchable, ends, every)
-        assert true - len(heads) <= expected <= true + ends / every
+    for anchor_stride in ANCHOR_STRIDES:
+        true = sum(1 for _ in tree.anchors(anchor_stride))
+        expected = expected_anchors(tree.matchable, ends, anchor_stride)
+        assert true - len(heads) <= expected <= true + ends / anchor_stride
 
 
 def test_finest_stride_that_fits_is_chosen() -> None:
     blocks, ends = 100_000, 3_000
-    sizes = {every: snapshot_bytes(expected_anchors(blocks, ends, every)) for every in ANCHOR_STRIDES}
+    sizes = {
+        anchor_stride: snapshot_bytes(expected_anchors(blocks, ends, anchor_stride)) for anchor_stride in ANCHOR_STRIDES
+    }
     assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
-    for every, size in sizes.items():
-        assert choose_stride(blocks, ends, size) == every
-        assert choose_stride(blocks, ends, size - 1) == min(every * 2, 32)
+    for anchor_stride, size in sizes.items():
+        assert choose_stride(blocks, ends, size) == anchor_stride
+        assert choose_stride(blocks, ends, size - 1) == min(anchor_stride * 2, 32)
     assert choose_stride(blocks, ends, 0) == 32
     assert choose_stride(0, 0, 1000) == 1
     assert choose_stride(0, 0, 1000, 32) == 1
@@ -390,22 +392,22 @@ def test_finest_stride_that_fits_is_chosen() -> None:
 
 def test_stride_falls_late_and_does_not_flap() -> None:
     ends, budget = 500, 50_000.0
-    every, changes = 1, []
+    anchor_stride, changes = 1, []
     up = list(range(1_000, 200_000, 1_000))
     for blocks in up:
-        chosen = choose_stride(blocks, ends, budget, every)
-        assert chosen >= every
+        chosen = choose_stride(blocks, ends, budget, anchor_stride)
+        assert chosen >= anchor_stride
         assert snapshot_bytes(expected_anchors(blocks, ends, chosen)) <= budget
-        changes += [chosen] if chosen != every else []
-        every = chosen
+        changes += [chosen] if chosen != anchor_stride else []
+        anchor_stride = chosen
     assert changes == [2, 4, 8, 16, 32][: len(changes)] and len(changes) >= 4
     rng = random.Random(1)
     for _ in range(200):
-        assert choose_stride(round(199_000 * rng.uniform(0.55, 1)), ends, budget, every) == every
+        assert choose_stride(round(199_000 * rng.uniform(0.55, 1)), ends, budget, anchor_stride) == anchor_stride
     for blocks in reversed(up):
-        chosen = choose_stride(blocks, ends, budget, every)
-        assert chosen <= every
-        if chosen < every:
+        chosen = choose_stride(blocks, ends, budget, anchor_stride)
+        assert chosen <= anchor_stride
+        if chosen < anchor_stride:
             assert snapshot_bytes(expected_anchors(blocks, ends, chosen)) < budget / 2
-        every = chosen
-    assert every == 1
+        anchor_stride = chosen
+    assert anchor_stride == 1

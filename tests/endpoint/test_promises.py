@@ -30,12 +30,14 @@ def wires(prompt_: TokenChain, *depths: int) -> set[int]:
 @pytest.mark.parametrize(
     ("every", "above", "depths"), [(1, 3, range(4, 12)), (4, 3, (4, 8, 11)), (32, 3, (11,)), (4, 0, (1, 4, 8, 11))]
 )
-def test_a_promise_has_the_depths_that_the_stride_asks_for_and_its_end(every: int, above: int, depths: range) -> None:
+def test_a_promise_has_the_depths_that_the_stride_asks_for_and_its_end(
+    anchor_stride: int, above: int, depths: range
+) -> None:
     made, asked = Promises(), chain(1, 12)
     made.begin(1, Promise(asked, above, 11))
     assert len(made) == 0, "thought over with the next round"
-    assert made.settle(every) == set(made) == wires(asked, *depths)
-    assert made.settle(every) == set()
+    assert made.settle(anchor_stride) == set(made) == wires(asked, *depths)
+    assert made.settle(anchor_stride) == set()
     assert made.end(1) == wires(asked, *depths)
     assert len(made) == 0
     made._check()
@@ -180,16 +182,16 @@ def test_with_anchors_the_stride_and_the_end_are_promised() -> None:
     for seed in range(20, 30):
         hold(net, "n0/0", prompt(seed, 40))
     net.run(6.0)
-    every = net.nodes["n1"].digests()["n0/0"].every
-    assert every > 1
+    anchor_stride = net.nodes["n1"].digests()["n0/0"].anchor_stride
+    assert anchor_stride > 1
     before = held(net.nodes["n1"], "n0/0")
     tokens = prompt(1, 45)
     decision = serve(net, "n0", tokens)
     net.run(0.5)
     asked = net.nodes["n1"].chain(tokens)
-    depths = {depth for depth in range(1, 46) if depth % every == 0} | {1, 45}
+    depths = {depth for depth in range(1, 46) if depth % anchor_stride == 0} | {1, 45}
     assert held(net.nodes["n1"], "n0/0") - before == {wire_key(asked.key(depth)) for depth in depths}
-    assert net.nodes["n1"].route(tokens, net.now).matched_tokens >= (45 - every) * BLOCK
+    assert net.nodes["n1"].route(tokens, net.now).matched_tokens >= (45 - anchor_stride) * BLOCK
     check(net)
     net.nodes["n0"].report(decision, Outcome.failed(), net.now)
     net.run(0.5)

@@ -143,7 +143,7 @@ def test_a_change_of_stride_costs_no_more_than_a_snapshot() -> None:
     assert net.nodes["n1"].digests()["n0/0"].every == 4
     quiet = 2 * REFIT_S * 2 * 500
     assert sum(net.sent_bytes.values()) - before < quiet + 1.1 * 3500
-    assert copies(net.nodes["n1"])["n0/0"].keys.every == 4
+    assert copies(net.nodes["n1"])["n0/0"].keys.anchor_stride == 4
     net.check_all()
 
 

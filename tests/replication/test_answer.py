@@ -90,9 +90,9 @@ def test_steps_go_one_by_one_in_order() -> None:
     steps = [update_of("a/0", 1, 0, 2, *KEYS[:100])]
     for i in range(3):
         total = checksum(array(*KEYS[: 101 + i]))
-        steps.append(update_of("a/0", 1, 2 + i, 3 + i, KEYS[100 + i], checksum=total, every=4))
+        steps.append(update_of("a/0", 1, 2 + i, 3 + i, KEYS[100 + i], checksum=total, anchor_stride=4))
     (answer,) = asked(relay(*steps), VectorEntry("a/0", 1, 5, 2))
-    assert [(update.since, update.version, update.every) for update in answer.message.updates] == [
+    assert [(update.since, update.version, update.anchor_stride) for update in answer.message.updates] == [
         (2, 3, 4),
         (3, 4, 4),
         (4, 5, 4),

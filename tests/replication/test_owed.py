@@ -20,11 +20,11 @@ from prefixroute.replication.writer_set import LOG_BYTES, Change, OwnedSet, Writ
 QUICK = settings(derandomize=True, deadline=None, max_examples=120)
 
 
-def grown(versions: int, each: int = 10, every: int = 1) -> WriterSet:
+def grown(versions: int, each: int = 10, anchor_stride: int = 1) -> WriterSet:
     """A set that gained `each` keys at every version."""
     held = WriterSet()
     for version in range(1, versions + 1):
-        held.advance(version, keys(*range((version - 1) * each, version * each)), NO_KEYS, every)
+        held.advance(version, keys(*range((version - 1) * each, version * each)), NO_KEYS, anchor_stride)
     return held
 
 
@@ -172,10 +172,10 @@ def test_a_snapshot_that_another_holder_began_is_made_again_from_the_log(version
     for at in range(2, 10):
         gone = rng.sample(held.tolist(), 7)
         held.advance(at, keys(*sorted(rng.sample(range(10**6, 10**7), 5))), keys(*sorted(gone)), 2 ** (at % 3))
-        states[at] = (held.tolist(), held.checksum, held.every)
+        states[at] = (held.tolist(), held.checksum, held.anchor_stride)
     change, ranges = due(held, LIFE, entry(0, want=Want(LIFE, 0, version, [(44, KEY_LIMIT)])))
     assert (change.since, change.version, ranges) == (0, version, ((44, KEY_LIMIT),))
-    assert (change.added.tolist(), change.checksum, change.every) == states[version]
+    assert (change.added.tolist(), change.checksum, change.anchor_stride) == states[version]
     assert held.snapshot_at(version) is change
 
 
@@ -198,10 +198,10 @@ def test_the_anchor_stride_travels_with_delta_and_snapshot(since: int) -> None:
     held = grown(4, 200)
     held.advance(5, keys(9000), keys(3), 4)
     change, _ = due(held, LIFE, entry(since)) if not since else Owed(held.change(since, 5) or held.snapshot())
-    assert (change.since, change.every) == (since, 4)
+    assert (change.since, change.anchor_stride) == (since, 4)
     case = Case(change, set(range(600)) if since else set(), set(held.tolist()))
     parts = parts_of(case, [300])
-    assert [part.every for part in parts] == [4] * len(parts)
+    assert [part.anchor_stride for part in parts] == [4] * len(parts)
     assembly = Assembly(parts[0], 0.0)
     done = [offered(assembly, part, case.before) for part in parts]
     assert same(done[-1], change)

@@ -62,7 +62,9 @@ def test_a_delta_that_would_hold_a_key_twice_is_seen_even_where_the_checksum_is_
 
 def test_a_delta_that_fits_is_applied_and_a_snapshot_that_does_not_sum_up_is_discarded() -> None:
     b = holder_of(3, 9)
-    good = update_of("a/0", 1, 2, 3, 99, removed=encode_sorted(array(0), 2), checksum=checksum(array(9, 99)), every=8)
+    good = update_of(
+        "a/0", 1, 2, 3, 99, removed=encode_sorted(array(0), 2), checksum=checksum(array(9, 99)), anchor_stride=8
+    )
     b.receive_datagram(sent_by("a", Kind.ACK, updates=[good]), "at a", 0.0)
     digest = b.digests()["a/0"]
     assert (digest.version, digest.every, digest.keys.tolist()) == (3, 8, [9, 99])

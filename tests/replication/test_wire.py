@@ -103,7 +103,7 @@ def test_golden_files_cover_every_kind_and_every_optional_field() -> None:
     assert kinds == {(snapshot, whole) for snapshot in (True, False) for whole in (True, False)}
     updates = [update for message in messages for update in message.updates]
     assert all(update.removed for update in updates if update.since)
-    assert any(update.every > 1 for update in updates)
+    assert any(update.anchor_stride > 1 for update in updates)
     assert any(update.contact for update in updates)
     assert {bool(update.zone) for update in updates if not update.since} == {True, False}
 

@@ -146,13 +146,13 @@ class WriterSetMachine(RuleBasedStateMachine):
     def present(self) -> frozenset[int]:
         return self.states[self.set.version]
 
-    @rule(toggled=small_sets, step=st.integers(1, 3), every=st.sampled_from([1, 4]))
-    def advance(self, toggled: frozenset[int], step: int, every: int) -> None:
+    @rule(toggled=small_sets, step=st.integers(1, 3), anchor_stride=st.sampled_from([1, 4]))
+    def advance(self, toggled: frozenset[int], step: int, anchor_stride: int) -> None:
         added, removed = keys(*toggled - self.present), keys(*toggled & self.present)
         state = self.present ^ toggled
         assert self.set.fits(added, removed)
-        self.set.advance(self.set.version + step, added, removed, every)
-        self.states[self.set.version], self.strides[self.set.version] = state, every
+        self.set.advance(self.set.version + step, added, removed, anchor_stride)
+        self.states[self.set.version], self.strides[self.set.version] = state, anchor_stride
 
     @rule(state=small_sets)
     def replace(self, state: frozenset[int]) -> None:
@@ -174,7 +174,7 @@ class WriterSetMachine(RuleBasedStateMachine):
         assert change.version > known
         assert frozenset(change.added.tolist()) == self.states[change.version]
         assert change.checksum == checksum(change.added)
-        assert change.every == self.strides[change.version]
+        assert change.anchor_stride == self.strides[change.version]
         assert self.set.snapshot(known) is change
         if change.version < self.set.version:
             assert self.set.change(change.version, self.set.version) is not None
@@ -195,7 +195,7 @@ class WriterSetMachine(RuleBasedStateMachine):
             assert change.added.tolist() == sorted(after - before)
             assert change.removed.tolist() == sorted(before - after)
             assert change.checksum == checksum(keys(*after))
-            assert (change.every, change.n_base) == (self.strides[until], len(before))
+            assert (change.anchor_stride, change.n_base) == (self.strides[until], len(before))
             if change.since:
                 assert change.base is not None
                 around = range(42)
@@ -309,18 +309,18 @@ class OwnedSetMachine(RuleBasedStateMachine):
 
     @rule()
     def publish(self) -> None:
-        before, every = self.set.version, self.set.every
-        changed = self.held != self.published or self.set.stride != every
+        before, anchor_stride = self.set.version, self.set.anchor_stride
+        changed = self.held != self.published or self.set.stride != anchor_stride
         assert self.set.due(0.0, 99.0, 0.0) is changed
         assert self.set.publish() is changed
         assert self.set.version == before + changed
-        assert self.set.every == self.set.stride
+        assert self.set.anchor_stride == self.set.stride
         if changed:
             change = self.set.change(before, self.set.version)
             assert change is not None
             assert frozenset(change.added.tolist()) == self.held - self.published
             assert frozenset(change.removed.tolist()) == self.published - self.held
-            assert change.every == self.set.stride
+            assert change.anchor_stride == self.set.stride
         self.published = self.held
 
     @invariant()

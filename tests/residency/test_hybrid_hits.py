@@ -228,10 +228,10 @@ def test_anchors_follow_whatever_happens(seed: int) -> None:
             anchors.rebuild(forest)
         if i > 5:
             if rng.random() < 0.1:
-                anchors.set_every(rng.choice((1, 2, 8, 32)), forest)
+                anchors.set_stride(rng.choice((1, 2, 8, 32)), forest)
             anchors.follow(forest)
             anchors._check(forest)
-            assert set(forest.anchors(anchors.every)) <= mirror.published
+            assert set(forest.anchors(anchors.anchor_stride)) <= mirror.published
             assert forest.ends() == len(set(forest.anchors(1 << 20)))
             assert forest.published == len(mirror.published)
 

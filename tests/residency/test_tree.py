@@ -71,7 +71,7 @@ class TreeAgainstModel(RuleBasedStateMachine):
         self.published: set[int] = set()
         self.request_ends: set[Path] = set()
         self.tree.watch_anchors(True)
-        self.followed: dict[int, dict[int, int]] = {every: {} for every in STRIDES}
+        self.followed: dict[int, dict[int, int]] = {anchor_stride: {} for anchor_stride in STRIDES}
 
     def nodes(self) -> list[Path]:
         """Every path that is held, or leads to one that is."""
@@ -195,18 +195,18 @@ class TreeAgainstModel(RuleBasedStateMachine):
         assert self.tree.ends() == len(ends)
         touched = self.tree.take_touched()
         assert self.tree.take_touched() == {}
-        for every in STRIDES:
-            found = list(self.tree.anchors(every))
-            expected = {key(path): len(path) for path in good if len(path) % every == 0 or len(path) == 1} | {
+        for anchor_stride in STRIDES:
+            found = list(self.tree.anchors(anchor_stride))
+            expected = {key(path): len(path) for path in good if len(path) % anchor_stride == 0 or len(path) == 1} | {
                 key(path): len(path) for path in ends
             }
             assert len(found) == len(expected)
             assert set(found) == expected.keys()
-            assert all(self.tree.is_anchor(key(p), len(p), every) == (key(p) in expected) for p in nodes)
+            assert all(self.tree.is_anchor(key(p), len(p), anchor_stride) == (key(p) in expected) for p in nodes)
             # Whoever asks again about the touched blocks alone knows them all.
-            followed = self.followed[every]
+            followed = self.followed[anchor_stride]
             for k, depth in touched.items():
-                if self.tree.is_anchor(k, depth, every):
+                if self.tree.is_anchor(k, depth, anchor_stride):
                     followed[k] = depth
                 else:
                     followed.pop(k, None)

@@ -219,14 +219,14 @@ def is_usable(one: Standing, now: float) -> bool:
 
 def check(fleet: Fleet, now: float, rng: random.Random) -> None:
     fleet._check()
-    every = sum(fleet.by_bit)
+    anchor_stride = sum(fleet.by_bit)
     masks = [
         0,
-        every,
+        anchor_stride,
         fleet.usable,
         fleet.local,
-        every & ~fleet.local,
-        *(rng.getrandbits(24) & every for _ in range(4)),
+        anchor_stride & ~fleet.local,
+        *(rng.getrandbits(24) & anchor_stride for _ in range(4)),
     ]
     for mask in masks:
         ranked = sorted((one for one in fleet.standings.values() if one.bit & mask), key=lambda one: one.rank or ())

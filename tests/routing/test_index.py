@@ -193,14 +193,14 @@ def test_any_sets_at_all_are_searched_and_a_stratum_is_held_at_its_depth(sets: l
 
 
 class Cache:
-    """One endpoint's tree, published at stride `every`, and what of it is in an index."""
+    """One endpoint's tree, published at stride `anchor_stride`, and what of it is in an index."""
 
-    def __init__(self, index: MergedIndex, name: str, every: int) -> None:
-        self.index, self.name, self.anchors = index, name, Anchors(every)
+    def __init__(self, index: MergedIndex, name: str, anchor_stride: int) -> None:
+        self.index, self.name, self.anchors = index, name, Anchors(anchor_stride)
         self.tree = RadixTree(SPEC)
         self.anchors.rebuild(self.tree)
         index.join(name)
-        index.set_stride(name, every)
+        index.set_stride(name, anchor_stride)
 
     def serve(self, chain: TokenChain, ends: bool) -> None:
         """Hold a prompt."""
@@ -217,10 +217,10 @@ class Cache:
             n = min(rng.randint(1, 20), len(leaf.keys))
             self.tree.remove(leaf.keys[-1], leaf.depth + len(leaf.keys), n, "gpu")
 
-    def publish(self, every: int = 0) -> None:
-        changes = self.anchors.set_every(every, self.tree) if every else self.anchors.follow(self.tree)
+    def publish(self, anchor_stride: int = 0) -> None:
+        changes = self.anchors.set_stride(anchor_stride, self.tree) if anchor_stride else self.anchors.follow(self.tree)
         self.index.update(self.name, changes.added, changes.removed)
-        self.index.set_stride(self.name, self.anchors.every)
+        self.index.set_stride(self.name, self.anchors.anchor_stride)
 
     def leave(self) -> None:
         self.index.leave(self.name, list(self.anchors))
@@ -252,8 +252,8 @@ def probe_all(index: MergedIndex, caches: list[Cache], chains: list[TokenChain],
             exact, known = cache.tree.match(chain), depths[cache.name]
             assert index.depth(chain, index.bit(cache.name)) == known <= exact
             # Never more than a stride is lost, and nothing when the match ends at an anchor.
-            assert exact - known < cache.anchors.every
-            assert known == exact or not cache.tree.is_anchor(chain.key(exact), exact, cache.anchors.every)
+            assert exact - known < cache.anchors.anchor_stride
+            assert known == exact or not cache.tree.is_anchor(chain.key(exact), exact, cache.anchors.anchor_stride)
 
 
 @settings(derandomize=True, deadline=None, max_examples=60, database=None)
@@ -264,7 +264,7 @@ def test_coarse_search_finds_the_deepest_anchor_of_each_endpoint(seed: int, stri
     rng = random.Random(seed)
     chains = conversations(rng, 25)
     index = MergedIndex()
-    caches = [Cache(index, f"n{i}", every) for i, every in enumerate(strides)]
+    caches = [Cache(index, f"n{i}", anchor_stride) for i, anchor_stride in enumerate(strides)]
     for cache in caches:
         for chain in rng.sample(chains, rng.randint(0, 12)):
             cache.serve(chain, ends=rng.random() < 0.7)
@@ -296,9 +296,9 @@ def test_coarse_search_is_right_while_strides_change_and_endpoints_come_and_go()
 
 @pytest.mark.parametrize("every", ANCHOR_STRIDES)
 @pytest.mark.parametrize("end", [1, 2, 7, 31, 32, 33, 45, 64, 90])
-def test_prompt_that_continues_a_request_is_matched_whole(every: int, end: int) -> None:
+def test_prompt_that_continues_a_request_is_matched_whole(anchor_stride: int, end: int) -> None:
     index = MergedIndex()
-    cache = Cache(index, "a", every)
+    cache = Cache(index, "a", anchor_stride)
     trunk = prompt(100)
     cache.serve(trunk, ends=False)
     cache.tree.end_request(prompt(end))
@@ -325,7 +325,7 @@ def test_fork_that_nobody_made_yet_is_under_estimated_until_it_is() -> None:
 
 def test_search_within_some_endpoints_sees_no_others_of_any_stride() -> None:
     index = MergedIndex()
-    caches = [Cache(index, f"n{i}", every) for i, every in enumerate((1, 4, 16, 1, 32))]
+    caches = [Cache(index, f"n{i}", anchor_stride) for i, anchor_stride in enumerate((1, 4, 16, 1, 32))]
     for i, cache in enumerate(caches):
         cache.serve(prompt(90 - i), ends=True)
         cache.publish()
@@ -357,8 +357,8 @@ def test_any_coarse_sets_are_searched_and_a_stratum_is_held(sets: list[tuple[set
     chain = prompt(70)
     held = {f"n{i}": depths for i, (depths, _) in enumerate(sets)}
     index = holes(held, chain)
-    for name, (_, every) in zip(held, sets, strict=True):
-        index.set_stride(name, every)
+    for name, (_, anchor_stride) in zip(held, sets, strict=True):
+        index.set_stride(name, anchor_stride)
     strata = found(index, chain, keep)
     assert len(strata) <= keep
     assert [depth for depth, _ in strata] == sorted({depth for depth, _ in strata}, reverse=True)
@@ -408,7 +408,9 @@ def test_cost_follows_distinct_depths_and_not_endpoints(depths: tuple[int, ...])
 @pytest.mark.interpreted
 @pytest.mark.parametrize("every", ANCHOR_STRIDES[1:])
 @pytest.mark.parametrize("depths", [(4096, 4096, 512), (33, 700, 700), (1, 2, 3, 4, 5), tuple(range(100, 4000, 300))])
-def test_cost_of_a_coarse_search_is_bounded_by_strides_and_distinct_depths(every: int, depths: tuple[int, ...]) -> None:
+def test_cost_of_a_coarse_search_is_bounded_by_strides_and_distinct_depths(
+    anchor_stride: int, depths: tuple[int, ...]
+) -> None:
     asked = []
     trunk = prompt(4096)
     for times in (1, 20):
@@ -417,14 +419,14 @@ def test_cost_of_a_coarse_search_is_bounded_by_strides_and_distinct_depths(every
         for i in range(times):
             for j, depth in enumerate(depths):
                 index.join(f"{i} {j}")
-                index.set_stride(f"{i} {j}", every)
-                index.update(f"{i} {j}", wires(trunk, {1, depth, *range(every, depth, every)}), ())
+                index.set_stride(f"{i} {j}", anchor_stride)
+                index.update(f"{i} {j}", wires(trunk, {1, depth, *range(anchor_stride, depth, anchor_stride)}), ())
         assert [depth for depth, _ in found(index, chain)] == sorted(set(depths), reverse=True)[:DEEPEST]
         asked.append(chain.asked)
-        # Stride ends; for each depth the halvings of a stride down to `every`, then the depths short of the next one.
+        # Stride ends; for each depth the halvings down to the anchor stride, then the depths short of the next one.
         distinct = min(len(set(depths)), DEEPEST)
-        halvings = (STRIDE // every).bit_length() - 1
-        assert len(chain.asked) <= 2 + max(depths) // STRIDE + distinct * (halvings + every - 1)
+        halvings = (STRIDE // anchor_stride).bit_length() - 1
+        assert len(chain.asked) <= 2 + max(depths) // STRIDE + distinct * (halvings + anchor_stride - 1)
     assert asked[0] == asked[1]
 
 

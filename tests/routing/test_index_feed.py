@@ -141,9 +141,9 @@ def test_who_leaves_does_not_get_what_waited_and_its_name_is_free() -> None:
 # --- matches -----------------------------------------------------------------------------------------------
 
 
-def anchors(chain: TokenChain, depth: int, every: int) -> set[int]:
+def anchors(chain: TokenChain, depth: int, anchor_stride: int) -> set[int]:
     """What an endpoint publishes that holds the first `depth` blocks."""
-    return {chain.wire(d) for d in range(1, depth + 1) if d in (1, depth) or d % every == 0}
+    return {chain.wire(d) for d in range(1, depth + 1) if d in (1, depth) or d % anchor_stride == 0}
 
 
 @pytest.mark.usefixtures("small_slices")
@@ -171,7 +171,7 @@ def test_a_match_is_no_deeper_and_no_shallower_than_the_versions_between(seed: i
         strata = index.search(prompt(150), 1000)
         found = {name: stratum.depth for stratum in strata for name in index.names(stratum.mask)}
         for name, states in held.items():
-            depths, widest = [depth for depth, _ in states], max(every for _, every in states)
+            depths, widest = [depth for depth, _ in states], max(anchor_stride for _, anchor_stride in states)
             assert min(depths) - (widest - 1) * (len(states) > 1) <= found.get(name, 0) <= max(depths)
             if len(states) == 1:
                 assert found.get(name, 0) == depths[0]

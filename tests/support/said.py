@@ -29,7 +29,7 @@ def update_of(
 ) -> Update:
     """A snapshot or delta that adds `keys`, with their checksum unless `other` says otherwise."""
     added = encode_sorted(array(*keys) - np.uint64(lower), (upper or KEY_LIMIT) - lower)
-    fields = {"checksum": checksum(array(*keys)), "every": 1, "added": added, "removed": b""}
+    fields = {"checksum": checksum(array(*keys)), "anchor_stride": 1, "added": added, "removed": b""}
     return Update(endpoint, incarnation, since, version, lower=lower, upper=upper, **(fields | other))
 
 

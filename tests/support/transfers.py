@@ -34,14 +34,14 @@ class Case(NamedTuple):
     after: set[int]
 
 
-def case_of(states: list[set[int]], since: int, until: int, every: int = 1) -> Case:
+def case_of(states: list[set[int]], since: int, until: int, anchor_stride: int = 1) -> Case:
     """The change between two of an owner's states 1, 2, ...; from nothing if `since` is 0."""
     held = WriterSet()
-    held.replace(1, keys(*states[0]), every)
+    held.replace(1, keys(*states[0]), anchor_stride)
     for version, (before, after) in enumerate(pairwise(states), 2):
         if since == 0 and version > until:
             held.snapshot()
-        held.advance(version, keys(*after - before), keys(*before - after), every)
+        held.advance(version, keys(*after - before), keys(*before - after), anchor_stride)
     change = held.snapshot() if since == 0 else held.change(since, until)
     assert change is not None
     assert (change.since, change.version) == (since, until)
@@ -89,8 +89,8 @@ def check_part(part: bytes, case: Case, lower: int, upper: int) -> Update:
     given_back = [array.tolist() for array in decode_keys(update, keys(*case.before))]
     assert given_back == [added, removed]
     change = case.change
-    mine = (update.since, update.version, update.checksum, update.every)
-    assert mine == (change.since, change.version, checksum(keys(*case.after)), change.every)
+    mine = (update.since, update.version, update.checksum, update.anchor_stride)
+    assert mine == (change.since, change.version, checksum(keys(*case.after)), change.anchor_stride)
     return update
 
 
@@ -124,13 +124,13 @@ def offered(assembly: Assembly, update: Update, held: set[int], now: float = 0.0
 def same(one: Change | None, other: Change) -> bool:
     return (
         one is not None
-        and (one.since, one.version, one.checksum, one.every)
-        == (other.since, other.version, other.checksum, other.every)
+        and (one.since, one.version, one.checksum, one.anchor_stride)
+        == (other.since, other.version, other.checksum, other.anchor_stride)
         and np.array_equal(one.added, other.added)
         and np.array_equal(one.removed, other.removed)
     )
 
 
 def assembly_of(change: Change) -> Assembly:
-    head = (change.since, change.version, change.checksum, change.every)
+    head = (change.since, change.version, change.checksum, change.anchor_stride)
     return Assembly(Update("a/0", LIFE, *head, 0, 0, b"", b""), 0.0)

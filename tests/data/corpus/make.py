@@ -57,7 +57,7 @@ def change(
     since: int, added: bytes, removed: bytes, lower: int = 0, upper: int = 0, total: int = 0, **other: Any
 ) -> bytes:
     """A step of "a/0" to version 3."""
-    head = [other.get("endpoint", "a/0"), 1, since, other.get("version", 3), total, other.get("every", 1)]
+    head = [other.get("endpoint", "a/0"), 1, since, other.get("version", 3), total, other.get("anchor_stride", 1)]
     return says([], [[*head, lower, upper, added, removed, "http://a", "a:7"]])
 
 
@@ -107,7 +107,7 @@ VALID: dict[str, bytes] = {
     "snapshot_wrong_checksum": snapshot(GOOD, total=1),
     "delta": change(2, code(33), code(1, universe=6), total=sum_of(10, 30, 33, 40, 50, 60)),
     "delta_part": change(2, code(8, universe=35), code(1, universe=3), 25, 60, 5),
-    "delta_widest_stride": change(2, code(33), b"", total=sum_of(*HELD, 33), every=32),
+    "delta_widest_stride": change(2, code(33), b"", total=sum_of(*HELD, 33), anchor_stride=32),
     "delta_that_does_not_fit": change(2, code(10), b"", total=sum_of(*HELD)),
     "delta_of_another_version": change(1, code(33), code(99, universe=100)),
     "delta_backwards": change(2, code(33), b"", version=1),
