@@ -250,7 +250,10 @@ def test_a_free_node_is_converted_at_once() -> None:
     run = PrefillRun(simple(prefill_nodes=2, convert_s=5.0), [PromptArrival(0.0, 50)])
     run._convert("decode", 1.0)
     assert (run._local.free, run._local.leaving) == (1, 0)
-    assert run._events == [(6.0, 8, 1)]
+    assert run._agenda.next_at() == 6.0
+    slots = run._slots
+    run._agenda.step()
+    assert (run._slots, run._agenda.next_at()) == (slots + 4, inf)
 
 
 def test_the_slow_loop_converts_nodes_to_what_the_lengths_ask_for() -> None:

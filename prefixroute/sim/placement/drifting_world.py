@@ -8,7 +8,6 @@ Rules:
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import numpy as np
 
 from prefixroute.plan import Booking, Hop, OnlinePlanner, OnlineSettings, Problem, Span
 
+from ..clock import Agenda
 from .sessions import Ask, Done
 
 TICK_S = 1.0
@@ -79,62 +79,44 @@ class ChangingWorld:
         self._gone: set[int] = set()
         self._adapt = adapt
         self._rng = random.Random(seed)
-        self._events: list[tuple[float, int, str, object]] = []
-        self._count = 0
+        self._agenda = Agenda(0.0)
+        self._restarts = 0
+        self._gaps_s = 0.0
         self._waiting: list[_Session] = []
         self._running: dict[int, _Session] = {}
         self._ends_as: dict[int, Done] = {}
         self._used = [0] * problem.servers
         self._story = Story([], 0, 0, [], 0.0, [])
         for ask in asks:
-            self._at(ask.at_s, "ask", ask)
+            self._agenda.plan(ask.at_s, self._ask, ask)
         for change in changes:
-            self._at(change.at_s, "change", change)
+            self._agenda.plan(change.at_s, self._change, change)
         self._left = len(asks)
-        self._at(TICK_S, "tick", None)
+        self._last_s = max([*(ask.at_s for ask in asks), *(change.at_s for change in changes)], default=0.0)
+        self._agenda.plan(TICK_S, self._tick, None)
 
     def run(self) -> Story:
         """Run until every request is served, or given up since nothing will serve it."""
-        last = max((at for at, _, kind, _ in self._events if kind != "tick"), default=0.0)
-        unserved = restarts = 0
-        gaps_s = 0.0
-        while self._events and self._left:
-            now, _, kind, what = heapq.heappop(self._events)
-            if now > last + GIVE_UP_S:
+        unserved = 0
+        while self._left:
+            if self._agenda.next_at() > self._last_s + GIVE_UP_S:
                 unserved = self._left
                 break
-            if kind == "ask":
-                assert isinstance(what, Ask)
-                self._ask(what, now)
-            elif kind == "again":
-                assert isinstance(what, Ask)
-                self._ask(what, now, again=True)
-            elif kind == "end":
-                assert isinstance(what, int)
-                self._end(what, now)
-            elif kind == "change":
-                assert isinstance(what, Change)
-                restarts += self._change(what, now)
-            elif kind == "loaded":
-                assert isinstance(what, int)
-                if what not in self._gone:
-                    self.planner.moved(what)
-            elif kind == "tick":
-                gaps_s += TICK_S * self._has_gap()
-                self._tick(now)
-                self._at(now + TICK_S, "tick", None)
-            self._start(now)
+            self._agenda.step()
+            self._start(self._agenda.now)
         done = sorted(self._story.done, key=lambda pair: pair[0])
-        return self._story._replace(done=done, unserved=unserved, restarts=restarts, gaps_s=gaps_s)
+        return self._story._replace(done=done, unserved=unserved, restarts=self._restarts, gaps_s=self._gaps_s)
 
-    def _at(self, at_s: float, kind: str, what: object) -> None:
-        heapq.heappush(self._events, (at_s, self._count, kind, what))
-        self._count += 1
+    def _ask(self, ask: Ask, now: float) -> None:
+        self._route(ask, now, again=False)
 
-    def _ask(self, ask: Ask, now: float, again: bool = False) -> None:
+    def _ask_again(self, ask: Ask, now: float) -> None:
+        self._route(ask, now, again=True)
+
+    def _route(self, ask: Ask, now: float, again: bool) -> None:
         routed = self.planner.route(ask.client, now, again)
         if routed is None:
-            self._at(now + TICK_S, "again", ask)
+            self._agenda.plan(now + TICK_S, self._ask_again, ask)
             return
         self._waiting.append(_Session(ask, routed.booking))
 
@@ -152,7 +134,7 @@ class ChangingWorld:
             first_s, whole_s = self._times(session.ask.client, hops)
             self._running[session.booking.session] = session
             waited = now - session.ask.at_s
-            self._at(now + whole_s, "end", session.booking.session)
+            self._agenda.plan(now + whole_s, self._end, session.booking.session)
             self._ends_as[session.booking.session] = Done(waited, waited + first_s, waited + whole_s)
         self._waiting = still
 
@@ -187,8 +169,7 @@ class ChangingWorld:
     def _noise(self) -> float:
         return math.exp(self._rng.gauss(0.0, NOISE))
 
-    def _change(self, change: Change, now: float) -> int:
-        """Let it happen; return how many requests begin anew."""
+    def _change(self, change: Change, now: float) -> None:
         if change.kind == "congest":
             self._rtt[list(change.servers)] = change.factor
         elif change.kind == "slow":
@@ -204,13 +185,20 @@ class ChangingWorld:
             waiting = [session for session in self._waiting if session.booking.session in lost]
             self._waiting = [session for session in self._waiting if session.booking.session not in lost]
             for session in (*again, *waiting):
-                self._at(now, "again", session.ask)
-            return len(again)
-        return 0
+                self._agenda.plan(now, self._ask_again, session.ask)
+            self._restarts += len(again)
 
-    def _tick(self, now: float) -> None:
-        if not self._adapt:
-            return
+    def _loaded(self, server: int, now: float) -> None:
+        if server not in self._gone:
+            self.planner.moved(server)
+
+    def _tick(self, _: None, now: float) -> None:
+        self._gaps_s += TICK_S * self._has_gap()
+        if self._adapt:
+            self._adapt_to_what_was_seen(now)
+        self._agenda.plan(now + TICK_S, self._tick, None)
+
+    def _adapt_to_what_was_seen(self, now: float) -> None:
         if now % PING_S < TICK_S:
             self._ping(now)
         before = self.planner.moving
@@ -219,14 +207,14 @@ class ChangingWorld:
             self._story.decided_s.append(now)
         for move in moves:
             self._story.moves.append((now, move.server, move.loaded_blocks))
-            self._at(now + LOAD_S_PER_BLOCK * move.loaded_blocks, "loaded", move.server)
+            self._agenda.plan(now + LOAD_S_PER_BLOCK * move.loaded_blocks, self._loaded, move.server)
         moving = self.planner.moving
         displaced = [s for s in self._waiting if any(hop.server in moving for hop in s.booking.hops)]
         for session in displaced:
             self._waiting.remove(session)
             self.planner.finished(session.booking)
         for session in displaced:
-            self._ask(session.ask, now, again=True)
+            self._route(session.ask, now, again=True)
 
     def _ping(self, now: float) -> None:
         """Measure every link, used or not: one that was congested would else never be tried again."""

@@ -6,7 +6,8 @@ Rules:
 1. Each role has one queue, first come first served; a prefill node serves one prompt at a time.
 2. The first token is counted when a decode slot takes the prompt, its KV there.
 3. A fixed threshold is one number; an adaptive one is a `ThresholdController` on the link's own signs, once a second.
-4. Everything random is in the arrivals: the same arrivals give the same run.
+4. At one moment KV that crossed the link comes first, then events by their kind, as in `_ARRIVE` to `_CONVERTED`.
+5. Everything random is in the arrivals: the same arrivals give the same run.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
 from prefixroute import UsageError
 from prefixroute.plan import Backlog, ControllerSettings, Decode, Lengths, PrefillClusters, Rebalancer
 
+from ..clock import Agenda
 from .kv_link import SharedLink
 from .loops import TICK_S, FastLoop
 
@@ -142,7 +143,18 @@ class PrefillRun:
         self._pool, self._local = _Role(setup.pool_nodes), _Role(setup.prefill_nodes)
         self._slots = setup.decode_nodes * setup.decode.slots
         self._for_slot: deque[int] = deque()
-        self._events: list[tuple[float, int, int]] = []
+        self._agenda = Agenda(0.0)
+        self._handlers = (
+            self._arrive,
+            self._local_done,
+            self._pool_done,
+            self._arrived,
+            self._decoded,
+            self._change,
+            self._tick,
+            self._replan,
+            self._converted,
+        )
         self._first: list[float] = [-1.0] * len(arrivals)
         self._remote = [False] * len(arrivals)
         self._served = 0
@@ -167,44 +179,34 @@ class PrefillRun:
 
     def run(self) -> PrefillServed:
         """Run until all have a first token."""
-        setup, arrivals, events = self._setup, self._arrivals, self._events
-        handlers = (
-            self._arrive,
-            self._local_done,
-            self._pool_done,
-            self._arrived,
-            self._decoded,
-            self._change,
-            self._tick,
-            self._replan,
-            self._converted,
-        )
+        setup, arrivals, agenda = self._setup, self._arrivals, self._agenda
         for i, change in enumerate(setup.changes):
-            heappush(events, (change.at, _CHANGE, i))
+            self._plan(change.at, _CHANGE, i)
         if self._fast is not None:
-            heappush(events, (TICK_S, _TICK, 0))
+            self._plan(TICK_S, _TICK, 0)
         if self._slow is not None:
-            heappush(events, (setup.rebalance_s, _REPLAN, 0))
-        heappush(events, (arrivals[0].at, _ARRIVE, 0))
-        now, in_time, last = 0.0, 0, arrivals[-1].at
+            self._plan(setup.rebalance_s, _REPLAN, 0)
+        self._plan(arrivals[0].at, _ARRIVE, 0)
+        in_time, last = 0, arrivals[-1].at
         while self._served < len(arrivals):
             end = self._link.next_end()
-            if end <= (events[0][0] if events else inf):
-                now = max(now, end)
-                for request in self._link.ended(now):
-                    heappush(events, (now + setup.rtt_s, _ARRIVED, request))
+            if end <= agenda.next_at():
+                agenda.skip_to(end)
+                for request in self._link.ended(agenda.now):
+                    self._plan(agenda.now + setup.rtt_s, _ARRIVED, request)
                 continue
-            at, kind, what = heappop(events)
-            now = max(now, at)
-            handlers[kind](what, now)
-            if now <= last:
+            agenda.step()
+            if agenda.now <= last:
                 in_time = self._served
         ttft = [first - arrival.at for first, arrival in zip(self._first, arrivals, strict=True)]
-        return PrefillServed(ttft, self._remote, self.thresholds, self._link.sent_bytes, now, in_time)
+        return PrefillServed(ttft, self._remote, self.thresholds, self._link.sent_bytes, agenda.now, in_time)
+
+    def _plan(self, at: float, kind: int, what: int) -> None:
+        self._agenda.plan(at, self._handlers[kind], what, (kind, what))
 
     def _arrive(self, request: int, now: float) -> None:
         if request + 1 < len(self._arrivals):
-            heappush(self._events, (self._arrivals[request + 1].at, _ARRIVE, request + 1))
+            self._plan(self._arrivals[request + 1].at, _ARRIVE, request + 1)
         self._arrived_since += 1
         if self._slow is not None:
             self._slow.saw(self._arrivals[request].tokens)
@@ -223,7 +225,7 @@ class PrefillRun:
             seconds = (clusters.pool_prefill_s if remote else clusters.local_prefill_s)(tokens)
             if remote:
                 self._link.begin(request, clusters.kv_bytes(tokens), seconds, now)
-            heappush(self._events, (now + seconds, _POOL_DONE if remote else _LOCAL_DONE, request))
+            self._plan(now + seconds, _POOL_DONE if remote else _LOCAL_DONE, request)
 
     def _local_done(self, request: int, now: float) -> None:
         if self._local.leaving:
@@ -250,7 +252,7 @@ class PrefillRun:
             request = self._for_slot.popleft()
             self._first[request] = now
             self._served += 1
-            heappush(self._events, (now + self._setup.decode.request_s, _DECODED, request))
+            self._plan(now + self._setup.decode.request_s, _DECODED, request)
 
     def _decoded(self, request: int, now: float) -> None:
         self._slots += 1
@@ -271,7 +273,7 @@ class PrefillRun:
         )
         self._use(self._fast.step(now, backlog, self._arrived_since), now)
         self._arrived_since = 0
-        heappush(self._events, (now + TICK_S, _TICK, 0))
+        self._plan(now + TICK_S, _TICK, 0)
 
     def _replan(self, _: int, now: float) -> None:
         assert self._slow is not None
@@ -282,7 +284,7 @@ class PrefillRun:
             if found.converted_to:
                 self.conversions.append((now, found.converted_to))
                 self._convert(found.converted_to, now)
-        heappush(self._events, (now + self._setup.rebalance_s, _REPLAN, 0))
+        self._plan(now + self._setup.rebalance_s, _REPLAN, 0)
 
     def _convert(self, role: str, now: float) -> None:
         """Have a node change its role: it takes nothing new, and changes when it is through with what it has."""
@@ -297,7 +299,7 @@ class PrefillRun:
             self._local.leaving += 1
 
     def _become(self, role: int, now: float) -> None:
-        heappush(self._events, (now + self._setup.convert_s, _CONVERTED, role))
+        self._plan(now + self._setup.convert_s, _CONVERTED, role)
 
     def _converted(self, role: int, now: float) -> None:
         if role == _PREFILLS:

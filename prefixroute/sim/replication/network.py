@@ -1,7 +1,7 @@
 """Real nodes over a network in virtual time: links, partitions, pauses, restarts, clocks; and an oracle that looks on.
 
 Rules:
-1. Everything random comes from one seed, and time is what the queue says: the same calls give the same bytes.
+1. Everything random comes from one seed, and time is the agenda's: the same calls give the same bytes.
 2. After everything that a node does, `Oracle.acted` checks it, and nobody else: work follows what happens, not the
    number of nodes.
 3. A node reads its own clock: virtual time plus an offset that jumps forward only. A wall clock that goes back shows as
@@ -15,7 +15,6 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
-from heapq import heappop, heappush
 from itertools import combinations
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ import numpy as np
 
 from prefixroute import Domain, Node, NodeEvent, NodeSettings
 
+from ..clock import Agenda
 from .chain_engine import Engine
 from .links import CALM, Link
 from .oracle import InvariantError, Oracle, Violation
@@ -78,7 +78,6 @@ class Network:
         self.link = link
         self.links: dict[tuple[str, str], Link] = {}
         self.settings = settings or NodeSettings()
-        self.now = 0.0
         self.hosts: dict[str, Host] = {}
         self.nodes: dict[str, Node] = {}
         self.engines: dict[str, Engine] = {}
@@ -95,9 +94,12 @@ class Network:
         self._heard: deque[Happening] = deque(maxlen=STORY_EVENTS)
         self._tales: deque[Happening] = deque(maxlen=STORY_EVENTS)
         self._trace = blake2b() if trace else None
-        # (when, order, name, data or None for a timer, source)
-        self._queue: list[tuple[float, int, str, bytes | None, str]] = []
-        self._n = 0
+        self._agenda = Agenda(0.0)
+
+    @property
+    def now(self) -> float:
+        """Virtual time, in seconds from the beginning of the run."""
+        return self._agenda.now
 
     # --- nodes ---------------------------------------------------------------------------------------------
 
@@ -239,20 +241,13 @@ class Network:
         """Let virtual time pass: timers fire and datagrams arrive, each at its moment. Raises `InvariantError`."""
         until = self.now + seconds
         self._wake()
-        queue = self._queue
-        while queue and queue[0][0] <= until:
-            at, _, name, data, source = heappop(queue)
-            if at > self.now:
-                self.now = at
-            if data is None:
-                self._timer(name, at)
-            else:
-                self._deliver(name, data, source)
-        self.now = until
+        while self._agenda.next_at() <= until:
+            self._agenda.step()
+        self._agenda.skip_to(until)
 
     def inject(self, to: str, data: bytes, source: str) -> None:
         """Deliver bytes at once."""
-        self._deliver(to, data, source)
+        self._deliver((to, data, source), self.now)
 
     def recent(self) -> list[Happening]:
         """Return the last deliveries, and the last events that nodes told, in order of time."""
@@ -277,7 +272,7 @@ class Network:
             if timer_first:
                 self._plan(name, host)
             for data, source in host.buffer:
-                self._push(self.now, name, data, source)
+                self._send(self.now, name, data, source)
             host.buffer = []
             if not timer_first:
                 host.due = None
@@ -287,11 +282,11 @@ class Network:
         due = max(host.node.next_timer() - host.offset, self.now)
         if due != host.due:
             host.due = due
-            self._push(due, name, None, "")
+            self._agenda.plan(due, self._timer, name)
 
-    def _timer(self, name: str, at: float) -> None:
+    def _timer(self, name: str, now: float) -> None:
         host = self.hosts.get(name)
-        if host is None or host.due != at:
+        if host is None or host.due != now:
             return
         host.due = None
         if name in self.paused:
@@ -309,7 +304,8 @@ class Network:
         self._guarded(name, Node.handle_timer, host.node, clock)
         self._acted(name, host)
 
-    def _deliver(self, to: str, data: bytes, source: str) -> None:
+    def _deliver(self, datagram: tuple[str, bytes, str], now: float) -> None:
+        to, data, source = datagram
         host = self.hosts.get(to)
         if host is None or (source, to) in self.blocked:
             return
@@ -359,12 +355,11 @@ class Network:
             return
         link = self.links.get((source, to), self.link) if self.links else self.link
         for delay in link.delays(self.rng):
-            self._push(self.now + delay, to, data, source)
+            self._send(self.now + delay, to, data, source)
 
-    def _push(self, at: float, to: str, data: bytes | None, source: str) -> None:
-        self._n += 1
-        heappush(self._queue, (at, self._n, to, data, source))
-        if data is not None and at > self.last_arrival:
+    def _send(self, at: float, to: str, data: bytes, source: str) -> None:
+        self._agenda.plan(at, self._deliver, (to, data, source))
+        if at > self.last_arrival:
             self.last_arrival = at
 
     # --- quiet ---------------------------------------------------------------------------------------------

@@ -22,11 +22,11 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import Any
 
 from prefixroute import POLICIES, LoadReport, Node, NodeSettings, Outcome, UsageError
 
+from ..clock import Agenda
 from ..parallel import Progress, add_run_options, check_writable, run_all, write_json
 from .cells import DEFAULT
 from .engine import BlockCache, Engine, Speed
@@ -104,8 +104,9 @@ class GatewayRun:
         """Requests that reached each endpoint."""
         self._guesses: dict[str, BlockCache] = {}
         self._due: dict[str, float] = {}
-        self._queue: list[tuple[float, int, Any, Any]] = []
-        self._planned = 0
+        self._agenda = Agenda()
+        self.plan = self._agenda.plan
+        """`plan(at, what, argument)` lets `what(argument, now)` happen at `at`."""
         self._left = len(trace.arrivals)
         self._began = -6 * settings.gossip_s
         self.gateways = [self._node(f"gw{i}") for i in range(settings.gateways)]
@@ -182,11 +183,6 @@ class GatewayRun:
 
     # --- time ----------------------------------------------------------------------------------------------
 
-    def plan(self, at: float, what: Any, argument: Any) -> None:
-        """Let `what(argument, at)` happen."""
-        self._planned += 1
-        heappush(self._queue, (at, self._planned, what, argument))
-
     def run(self) -> None:
         """Run until every request is answered."""
         seen: set[int] = set()
@@ -197,8 +193,7 @@ class GatewayRun:
         if self.settings.churn:
             self.plan(self.trace.arrivals[-1].at / 2, self._churn, None)
         while self._left:
-            at, _, what, argument = heappop(self._queue)
-            what(argument, at)
+            self._agenda.step()
 
     def _timer(self, name: str, now: float) -> None:
         node = self.nodes[name]

@@ -1,7 +1,7 @@
 """Requests over real nodes on virtual time: arrivals, decisions, forwards, service, replies, gossip.
 
 Rules:
-1. Everything that happens is an entry of one queue, ordered by time and then by when it was planned.
+1. Everything that happens is planned on one `Agenda`; of what is planned for one moment the first planned is first.
 2. A forward and its reply take the same one-way delay as gossip does between the two nodes.
 3. The load of a reply is what the target advertises when it answers.
 4. A request is answered once: later answers to the same request are counted as late and change nothing.
@@ -17,7 +17,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import Any
 
 from prefixroute import (
@@ -33,6 +32,7 @@ from prefixroute import (
     Zones,
 )
 
+from ..clock import Agenda
 from .engine import BlockCache, Engine, Speed
 from .workloads import Arrival, Trace
 
@@ -174,9 +174,9 @@ class Bare:
         self.settings = settings
         self.rng = random.Random(f"{seed}/serving")
         self.served = Served(len(trace.arrivals))
-        self.now = 0.0
-        self._queue: list[tuple[float, int, Callable[..., None], Any]] = []
-        self._planned = 0
+        self._agenda = Agenda()
+        self.plan = self._agenda.plan
+        """`plan(at, what, argument)` lets `what(argument, now)` happen at `at`."""
         self._left = len(trace.arrivals)
         block = trace.domain.block_size
         self.engines = [
@@ -189,22 +189,14 @@ class Bare:
             for i in range(settings.nodes)
         ]
 
-    def plan(self, at: float, what: Callable[..., None], argument: Any) -> None:
-        """Let `what(argument, at)` happen."""
-        self._planned += 1
-        heappush(self._queue, (at, self._planned, what, argument))
-
     def run(self) -> Served:
         """Run until every request is answered."""
         for i, arrival in enumerate(self.trace.arrivals):
             self.plan(arrival.at, self._arrive, Job(i, arrival, arrival.origin % self.settings.nodes))
         self.begin()
-        queue = self._queue
         while self._left:
-            at, _, what, argument = heappop(queue)
-            self.now = at
-            what(argument, at)
-        self.served.virtual_s = self.now
+            self._agenda.step()
+        self.served.virtual_s = self._agenda.now
         return self.served
 
     # --- what routing replaces -----------------------------------------------------------------------------
