@@ -32,8 +32,8 @@ from starlette.types import Receive, Scope, Send
 from prefixroute.emulator import metrics_page as metrics
 from prefixroute.emulator import protocol
 from prefixroute.emulator.answer import Answer
-from prefixroute.emulator.emulated_engine import EmulatedEngine, Generation
 from prefixroute.emulator.emulator_config import EngineConfig
+from prefixroute.emulator.engine_driver import EngineDriver, Generation
 from prefixroute.emulator.protocol import ApiError, Call, Json, Reply
 from prefixroute.emulator.scheduler import FINISHED, Busy
 
@@ -44,7 +44,7 @@ VERSION = "0.32.0+prefixroute.emulator"
 """What /version tells: the vLLM version whose behaviour is imitated."""
 
 
-def build_app(engine: EmulatedEngine) -> Starlette:
+def build_app(engine: EngineDriver) -> Starlette:
     """The application of one engine; it does not start or stop the engine."""
     routes = _Routes(engine)
     return Starlette(
@@ -65,7 +65,7 @@ def build_app(engine: EmulatedEngine) -> Starlette:
 
 
 class _Routes:
-    def __init__(self, engine: EmulatedEngine) -> None:
+    def __init__(self, engine: EngineDriver) -> None:
         self._engine = engine
 
     async def completions(self, request: Request) -> Response:
@@ -133,7 +133,7 @@ class _Routes:
 class _TokenStream(Response):
     """A stream of server-sent events. As with vLLM the head is sent at once, the first event after prefill."""
 
-    def __init__(self, engine: EmulatedEngine, generation: Generation, reply: Reply) -> None:
+    def __init__(self, engine: EngineDriver, generation: Generation, reply: Reply) -> None:
         super().__init__(headers={"cache-control": "no-cache"}, media_type="text/event-stream")
         del self.headers["content-length"]
         self._engine = engine
@@ -166,7 +166,7 @@ class _TokenStream(Response):
 
 
 @contextlib.asynccontextmanager
-async def _watched(engine: EmulatedEngine, generation: Generation, receive: Receive) -> AsyncIterator[None]:
+async def _watched(engine: EngineDriver, generation: Generation, receive: Receive) -> AsyncIterator[None]:
     """While inside, a disconnect cancels the request; so does leaving before its end."""
 
     async def watch() -> None:
