@@ -93,17 +93,20 @@ def _brought(point: EntryPoint) -> Command:
     """A package's command, or one that says why it cannot be had: a broken package must not break the others."""
     try:
         command = point.load()
-    except Exception as error:
-        why = f"the command {point.name!r} cannot be loaded from {point.value}: {type(error).__name__}: {error}"
-    else:
         if isinstance(command, Command) and command.name == point.name:
+            # What fails here would otherwise fail in the parser of all commands.
+            command.add_options(_Parser())
             return command
         why = f"{point.value} is no prefixroute.cli.Command named {point.name!r}"
+    except Exception as error:
+        why = f"the command {point.name!r} cannot be loaded from {point.value}: {type(error).__name__}: {error}"
 
     def refuse(options: argparse.Namespace) -> int:
         raise UsageError(why)
 
     def any_options(parser: argparse.ArgumentParser) -> None:
+        # With no prefix nothing is an option, "--nodes" and "-h" included: all of it is the rest.
+        parser.prefix_chars = ""
         parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
     return Command(point.name, f"not available: {why}".replace("%", "%%"), any_options, refuse)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,53 @@ def test_help_and_version_need_no_extra() -> None:
         assert done.returncode == 0, done.stderr
         assert "prefixroute" in done.stdout
     assert __version__ in done.stdout
+
+
+# --- commands that installed packages bring ------------------------------------------------------------------
+
+
+def misdeclared(parser: argparse.ArgumentParser) -> None:
+    raise ValueError("no 100% good option")
+
+
+NOT_A_COMMAND = "a string"
+ANOTHER_NAME = cli.Command("something_else", "help", misdeclared, lambda options: 0)
+MISDECLARED = cli.Command("fly", "help", misdeclared, lambda options: 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("nowhere.at.all:FLY", "ModuleNotFoundError: No module named 'nowhere'"),
+        (f"{__name__}:MISSING", "AttributeError"),
+        (f"{__name__}:NOT_A_COMMAND", "is no prefixroute.cli.Command named 'fly'"),
+        (f"{__name__}:ANOTHER_NAME", "is no prefixroute.cli.Command named 'fly'"),
+        (f"{__name__}:MISDECLARED", "ValueError: no 100% good option"),
+    ],
+)
+def test_a_command_that_cannot_be_had_says_why_and_breaks_no_other(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: str, why: str
+) -> None:
+    found = [EntryPoint("fly", value, cli.GROUP), EntryPoint("replay", "nowhere.at.all:REPLAY", cli.GROUP)]
+    monkeypatch.setattr(cli, "entry_points", lambda group: found)
+    for arguments in ([], ["--nodes", "3"], ["there", "--high", "-x", "--", "--json"], ["--help"]):
+        said = refused(capsys, "fly", *arguments)
+        assert said.startswith("prefixroute fly: ")
+        assert why in said
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "fly not available: " in shown
+    assert "replay apply a recorded engine event stream" in shown
+
+
+def test_the_core_has_its_commands_without_any_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "entry_points", lambda group: [])
+    assert cli.commands() == cli.COMMANDS
+
+
+# --- the demo's options --------------------------------------------------------------------------------------
 
 
 def parsed(*arguments: str) -> DemoSettings:
