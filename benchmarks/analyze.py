@@ -33,7 +33,7 @@ from figures import Row, chosen, json_option, publish
 from prefixroute.analyze import Collector, Limits, PromptReader
 from prefixroute.analyze.prompt_keys import Keys
 from prefixroute.analyze.sample import Sampled
-from prefixroute.analyze.stack import Curve, Exact
+from prefixroute.analyze.stack import ExactCurve, HitCurve
 
 LOOK_S = 0.2
 MEMORY_MB, SPEED_MB_S, POINT, TRACE_POINTS = 400.0, 20.0, 1.0, 0.2
@@ -135,7 +135,7 @@ LOGS: dict[str, Callable[[], Iterable[Keys]]] = {
 def curves(_: Path, size_mb: int) -> Iterator[Row]:
     """Sampled curves from the first request on, and from where an exact one was given up."""
     for name, paths in LOGS.items():
-        exact, begun, sampled = Exact(), Exact(), Sampled()
+        exact, begun, sampled = ExactCurve(), ExactCurve(), Sampled()
         later: Sampled | None = None
         for i, keys in enumerate(paths()):
             listed = keys.tolist()
@@ -153,12 +153,12 @@ def curves(_: Path, size_mb: int) -> Iterator[Row]:
         yield Row(f"{told}: the same, exact at first", apart(exact, later), "points", POINT)
 
 
-def apart(exact: Exact, sampled: Sampled) -> float:
+def apart(exact: ExactCurve, sampled: Sampled) -> float:
     """Return the largest difference between two curves, in points."""
     return difference(exact.curve(), sampled.curve())
 
 
-def difference(one: Curve, other: Curve) -> float:
+def difference(one: HitCurve, other: HitCurve) -> float:
     """Return the largest difference of hit rates, in points."""
     assert not other.exact, "a sample that holds everything shows nothing"
     return 100 * max(abs(a - b) for a, b in zip(one.rates, other.rates, strict=True))

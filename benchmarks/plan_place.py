@@ -30,7 +30,7 @@ from figures import Row, publish
 from prefixroute.plan import Problem, Solver, adaptive, certify, conservative, solve_exact
 from prefixroute.sim.parallel import run_all
 from prefixroute.sim.placement.changes_command import StoryTask, compare_stories
-from prefixroute.sim.placement.command import CONTENDERS, Task, compare, run_task
+from prefixroute.sim.placement.command import CONTENDERS, PlacementTask, compare, run_task
 from prefixroute.sim.placement.fleets import FleetShape
 from prefixroute.sim.placement.wan import BUILT_IN
 
@@ -116,7 +116,7 @@ def online(graphs: Path | None, seeds: int, requests: int, rates: tuple[float, .
     sources = [str(graphs / f"{name}.graph") for name in GRAPHS] if graphs else list(BUILT_IN)
     names = ("petals", "petals-lenient", "cg-bp", "adaptive")
     tasks = [
-        Task(source, False, FleetShape(), rate, requests, seed, "", names)
+        PlacementTask(source, False, FleetShape(), rate, requests, seed, "", names)
         for source in sources
         for rate in rates
         for seed in range(seeds)
@@ -146,7 +146,7 @@ def studies(scenarios: int, workers: int) -> Iterator[Row]:
     """Many what-if scenarios: a plan and a hundred simulated requests of each."""
     shape = FleetShape(servers=30)
     tasks = [
-        Task(BUILT_IN[i % 3], False, shape, (0.5, 1.0, 2.0, 3.0)[i % 4], 100, i, "", ("adaptive",))
+        PlacementTask(BUILT_IN[i % 3], False, shape, (0.5, 1.0, 2.0, 3.0)[i % 4], 100, i, "", ("adaptive",))
         for i in range(scenarios)
     ]
     start = time.perf_counter()

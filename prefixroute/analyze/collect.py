@@ -20,11 +20,11 @@ import xxhash
 from prefixroute import UsageError
 
 from .prefixes import TopPrefixes
-from .prompt_keys import Keys, Prompt, PromptReader, TemplateRefusal, salted
-from .records import BadLine, Content, Record, Trace, parse
+from .prompt_keys import KeyedPrompt, Keys, PromptReader, TemplateRefusal, salted
+from .records import BadLine, Content, Record, TraceBlocks, parse
 from .sample import SAMPLE_BLOCKS, Sampled
-from .sources import Line, lines
-from .stack import Curve, Exact
+from .sources import SourceLine, lines
+from .stack import ExactCurve, HitCurve
 
 EXACT_BLOCKS = 1_000_000
 """Blocks of all exact stacks together: some 140 MB."""
@@ -63,7 +63,7 @@ class Kept(NamedTuple):
 
     at: float | None
     tenant: str
-    prompt: Prompt
+    prompt: KeyedPrompt
 
 
 class Scope:
@@ -71,30 +71,30 @@ class Scope:
 
     def __init__(self, limits: Limits) -> None:
         self._limit = limits.sample_blocks
-        self._curve: Exact | Sampled = Sampled(self._limit) if limits.method == "sampled" else Exact()
+        self._curve: ExactCurve | Sampled = Sampled(self._limit) if limits.method == "sampled" else ExactCurve()
 
     @property
     def exact(self) -> bool:
         """Whether it still is."""
-        return isinstance(self._curve, Exact)
+        return isinstance(self._curve, ExactCurve)
 
     def sample(self) -> None:
         """Go on with a sample."""
-        if isinstance(self._curve, Exact):
+        if isinstance(self._curve, ExactCurve):
             self._curve = Sampled.following(self._curve, self._limit)
 
     def access(self, keys: Keys, listed: Sequence[int], tenant: str) -> int:
         """Count a request; return its leading blocks that were had before, or at least so many where it is sampled."""
-        if isinstance(self._curve, Exact):
+        if isinstance(self._curve, ExactCurve):
             return self._curve.access(listed, tenant)
         return self._curve.access(keys, listed, tenant)
 
     @property
     def blocks(self) -> int:
         """Blocks in the exact stack."""
-        return len(self._curve.stack) if isinstance(self._curve, Exact) else 0
+        return len(self._curve.stack) if isinstance(self._curve, ExactCurve) else 0
 
-    def curve(self, tenant: str | None = None) -> Curve:
+    def curve(self, tenant: str | None = None) -> HitCurve:
         """Return the curve, of all or of one tenant's requests."""
         return self._curve.curve(tenant)
 
@@ -164,7 +164,7 @@ class Collector:
             self.add(line)
         return self.log
 
-    def add(self, line: Line) -> None:
+    def add(self, line: SourceLine) -> None:
         """Read one line; an empty one is none."""
         if line.data is not None and line.data.isspace():
             return
@@ -184,7 +184,7 @@ class Collector:
         for content, prompt in zip(record.contents, prompts, strict=True):
             self._count(record, content, prompt, line)
 
-    def _prompt(self, content: Content) -> Prompt:
+    def _prompt(self, content: Content) -> KeyedPrompt:
         try:
             return self._reader.read(content)
         except TemplateRefusal as refusal:
@@ -192,7 +192,7 @@ class Collector:
         except (TypeError, ValueError, AttributeError, RecursionError) as error:
             raise BadLine(f"unreadable prompt ({type(error).__name__})") from None
 
-    def _count(self, record: Record, content: Content, prompt: Prompt, line: Line) -> None:
+    def _count(self, record: Record, content: Content, prompt: KeyedPrompt, line: SourceLine) -> None:
         log, keys = self.log, prompt.keys
         model = self._model(record.model or UNNAMED, prompt.block_tokens)
         tenant = record.tenant or UNNAMED
@@ -203,7 +203,9 @@ class Collector:
         counted.tokens += prompt.tokens
         counted.blocks += len(keys)
         log.requests += 1
-        log.kinds.add("trace" if isinstance(content, Trace) else "tokens" if isinstance(content, list) else "text")
+        log.kinds.add(
+            "trace" if isinstance(content, TraceBlocks) else "tokens" if isinstance(content, list) else "text"
+        )
         listed: list[int] = keys.tolist()
         matched = model.shared.access(keys, listed, tenant)
         own = salted(keys, self._salt(record.tenant))

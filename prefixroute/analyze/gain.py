@@ -23,10 +23,10 @@ import numpy as np
 
 from prefixroute import POLICIES, Domain, Node, UsageError
 from prefixroute.sim.parallel import run_all
-from prefixroute.sim.serving.engine import BlockCache, Speed
+from prefixroute.sim.serving.engine import LruBlocks, Speed
 from prefixroute.sim.serving.figures import Figures, Interval, figures, interval
-from prefixroute.sim.serving.loop import Bare, Gossiping, Served, ServingSettings
-from prefixroute.sim.serving.workloads import Arrival, Prompt, Trace
+from prefixroute.sim.serving.loop import Gossiping, ServedRequests, ServingSettings, Unrouted
+from prefixroute.sim.serving.workloads import Arrival, ArrivalTrace, SimulatedPrompt
 
 from .collect import Kept
 from .prompt_keys import Keys, salted
@@ -238,7 +238,7 @@ def _warming(requests: Sequence[Any]) -> int:
     return int(len(requests) * WARM)
 
 
-def _trace(requests: Sequence[_Request], nodes: int, seed: int) -> Trace:
+def _trace(requests: Sequence[_Request], nodes: int, seed: int) -> ArrivalTrace:
     """The requests as the simulator has them, with a mean rate of 1. Tokens are made of the keys."""
     rng = random.Random(f"{seed}/analyze")
     size = requests[0].block_tokens
@@ -256,9 +256,9 @@ def _trace(requests: Sequence[_Request], nodes: int, seed: int) -> Trace:
         shared = next((i for i, key in enumerate(handles) if key not in seen), len(handles))
         seen.update(handles)
         chain = kitchen.chain(packed)
-        prompt = Prompt(chain, packed, shared, chain.depth)
+        prompt = SimulatedPrompt(chain, packed, shared, chain.depth)
         arrivals.append(Arrival(at, rng.randrange(nodes), request.topic & 0x7FFFFFFF, prompt))
-    return Trace("log", tuple(arrivals), len(seen) * size, domain)
+    return ArrivalTrace("log", tuple(arrivals), len(seen) * size, domain)
 
 
 def _times(requests: Sequence[_Request], rng: random.Random) -> list[float]:
@@ -298,23 +298,23 @@ def _runs(task: tuple[Sequence[_Request], GainSettings, int]) -> _Seed:
             gc.collect()
         return found
 
-    none = _warm(Bare(trace, fleet(0.0), seed).run(), trace)
+    none = _warm(Unrouted(trace, fleet(0.0), seed).run(), trace)
     return _Seed(none, run(settings.policy), run(BALANCING), rate)
 
 
-def _warm(served: Served, trace: Trace) -> Figures:
+def _warm(served: ServedRequests, trace: ArrivalTrace) -> Figures:
     """Figures without the requests that fill the caches."""
     skip = _warming(trace.arrivals)
-    later = Served(0)
+    later = ServedRequests(0)
     later.latency_s, later.server = served.latency_s[skip:], served.server[skip:]
     later.cached, later.hits = served.cached[skip:], served.hits[skip:]
     return figures(later, trace._replace(arrivals=trace.arrivals[skip:]))
 
 
-def _work_s(trace: Trace, settings: GainSettings, speed: Speed) -> float:
+def _work_s(trace: ArrivalTrace, settings: GainSettings, speed: Speed) -> float:
     """Mean service time without routing, which does not depend on the rate."""
     size = trace.domain.block_size
-    caches = [BlockCache(settings.cache_tokens // size, size) for _ in range(settings.nodes)]
+    caches = [LruBlocks(settings.cache_tokens // size, size) for _ in range(settings.nodes)]
     uncached = sum(
         arrival.prompt.chain.n_tokens - caches[arrival.origin].admit(arrival.prompt, 0.0).cached_tokens
         for arrival in trace.arrivals
@@ -322,9 +322,9 @@ def _work_s(trace: Trace, settings: GainSettings, speed: Speed) -> float:
     return speed.fixed_s + speed.token_s * uncached / len(trace.arrivals)
 
 
-def _one_cache(trace: Trace, tokens: int) -> float:
+def _one_cache(trace: ArrivalTrace, tokens: int) -> float:
     """Token hit rate if all requests came to one cache."""
     size, skip = trace.domain.block_size, _warming(trace.arrivals)
-    cache = BlockCache(tokens // size, size)
+    cache = LruBlocks(tokens // size, size)
     cached = [cache.admit(arrival.prompt, 0.0).cached_tokens for arrival in trace.arrivals]
     return sum(cached[skip:]) / sum(arrival.prompt.chain.n_tokens for arrival in trace.arrivals[skip:])

@@ -17,7 +17,7 @@ import msgspec
 from .collect import Log, ModelLog
 from .gain import Gain, GainSettings, simulate
 from .prefixes import Zipf, fit_zipf
-from .stack import SIZES, Curve
+from .stack import SIZES, HitCurve
 from .verdict import FEW, Seen, Verdict, judge
 
 SMALLEST = 16
@@ -203,7 +203,7 @@ def _zipf(zipf: Zipf) -> ZipfReport:
     return ZipfReport(zipf.exponent, zipf.low, zipf.high, zipf.prefixes)
 
 
-def _points(curve: Curve, block_tokens: int, distinct: float | None = None) -> list[Point]:
+def _points(curve: HitCurve, block_tokens: int, distinct: float | None = None) -> list[Point]:
     """From the smallest size to the first that holds everything."""
     found = []
     most = curve.distinct_blocks if distinct is None else distinct

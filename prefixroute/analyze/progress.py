@@ -28,7 +28,7 @@ def reading(total: int) -> Iterator[Callable[[int], None]]:
     except ImportError:
         rich = None
     if rich is None or not sys.stderr.isatty():
-        line = Line(total)
+        line = ProgressLine(total)
         yield line
         line.end()
         return
@@ -44,7 +44,7 @@ def reading(total: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: bar.update(task, completed=done)
 
 
-class Line:
+class ProgressLine:
     """One line on standard error: on a terminal written anew every second, else a line every ten."""
 
     def __init__(self, total: int) -> None:

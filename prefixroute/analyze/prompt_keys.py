@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from prefixroute import UsageError
 
-from .records import Chat, Content, Trace
+from .records import Chat, Content, TraceBlocks
 
 Keys = NDArray[np.uint64]
 
@@ -37,7 +37,7 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 _ODD = np.random.default_rng(20).integers(0, 2**63, 4096, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 
 
-class Prompt(NamedTuple):
+class KeyedPrompt(NamedTuple):
     """A prompt: the key of each of its prefixes of whole blocks, its tokens, and tokens of a block."""
 
     keys: Keys
@@ -87,15 +87,17 @@ class PromptReader:
             return content
         if isinstance(content, Chat):
             return self._template(content) if self._template is not None else plain_chat(content)
-        if isinstance(content, Trace) or self._tokenizer is None:
+        if isinstance(content, TraceBlocks) or self._tokenizer is None:
             return ""
         return str(self._tokenizer.decode(content[:4096]))
 
-    def read(self, content: Content) -> Prompt:
+    def read(self, content: Content) -> KeyedPrompt:
         """Return the prompt of a content. O(length)."""
-        if isinstance(content, Trace):
+        if isinstance(content, TraceBlocks):
             blocks = np.array(content.ids, dtype=np.int64).view(np.uint64)
-            return Prompt(prefix_keys(blocks), content.tokens or len(blocks) * self.trace_tokens, self.trace_tokens)
+            return KeyedPrompt(
+                prefix_keys(blocks), content.tokens or len(blocks) * self.trace_tokens, self.trace_tokens
+            )
         if isinstance(content, list):
             packed = np.array(content, dtype="<u4").tobytes()
         elif self._tokenizer is not None:
@@ -114,7 +116,7 @@ class PromptReader:
         words = words * _GOLDEN
         words ^= words >> np.uint64(32)
         blocks = (words.reshape(n, columns) * _ODD[:columns]).sum(axis=1, dtype=np.uint64)
-        return Prompt(prefix_keys(blocks), -(-len(packed) // TOKEN_BYTES), self.block_tokens)
+        return KeyedPrompt(prefix_keys(blocks), -(-len(packed) // TOKEN_BYTES), self.block_tokens)
 
 
 NAMED_CHARS = 200

@@ -38,14 +38,14 @@ class Chat(NamedTuple):
     tools: Sequence[Any]
 
 
-class Trace(NamedTuple):
+class TraceBlocks(NamedTuple):
     """A prompt of which only ids of its prefix blocks are known, and its length in tokens (0: unknown)."""
 
     ids: Sequence[int]
     tokens: int
 
 
-Content = Chat | Trace | str | list[int]
+Content = Chat | TraceBlocks | str | list[int]
 """What a prompt is of: a chat, a trace's ids, a text, or tokens."""
 
 
@@ -73,7 +73,7 @@ def parse(data: bytes, tenant_field: str = "") -> Record:
     layers = (outer, body) if body is not outer else (outer,)
     names = (tenant_field,) if tenant_field else TENANTS
     return Record(
-        _time(layers, isinstance(contents[0], Trace)), _name(layers, ("model",)), _name(layers, names), contents
+        _time(layers, isinstance(contents[0], TraceBlocks)), _name(layers, ("model",)), _name(layers, names), contents
     )
 
 
@@ -133,12 +133,12 @@ def _contents(body: dict[str, Any]) -> Sequence[Content]:
     return tuple(many)
 
 
-def _trace(ids: Any, tokens: Any) -> Trace:
+def _trace(ids: Any, tokens: Any) -> TraceBlocks:
     if not isinstance(ids, list) or not all(type(i) is int and -(2**63) <= i < 2**63 for i in ids):
         raise BadLine("hash_ids is no list of whole numbers")
     if not isinstance(tokens, int) or not 0 <= tokens < 2**40:
         raise BadLine("input_length is no number of tokens")
-    return Trace(ids, tokens)
+    return TraceBlocks(ids, tokens)
 
 
 def _name(layers: Sequence[dict[str, Any]], names: Sequence[str]) -> str:

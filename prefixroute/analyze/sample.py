@@ -21,7 +21,7 @@ from math import sqrt
 import numpy as np
 
 from .prompt_keys import Keys
-from .stack import SIZES, Counts, Curve, Exact, Hits, rates
+from .stack import SIZES, DistanceHits, ExactCurve, HitCurve, PlaceCounts, rates
 
 SAMPLE_BLOCKS = 65536
 """Cold blocks that a sample keeps, and hot blocks: some 20 MB together."""
@@ -53,7 +53,7 @@ class _Tally:
         self.seen *= by
         self.cold = [count * by for count in self.cold]
 
-    def follow(self, hits: Hits, part: float) -> None:
+    def follow(self, hits: DistanceHits, part: float) -> None:
         """Take a part of exact hits over as those of a sample of everything."""
         self.seen = part * hits.accesses
         self.cold = [part * count for count in hits.counts]
@@ -75,18 +75,18 @@ class Sampled:
         self._until = self._rng.randrange(2 * PROMOTE)
         self._owners: dict[int, int] = {}
         self._hot: set[int] = set()
-        self._hot_at = Counts()
-        self._cold_at = Counts()
+        self._hot_at = PlaceCounts()
+        self._cold_at = PlaceCounts()
         self._next = 0
         self._parts = [_Tally() for _ in range(PARTS)]
         self._of: dict[str, _Tally] = {}
 
     @classmethod
-    def following(cls, exact: Exact, limit: int) -> Sampled:
+    def following(cls, exact: ExactCurve, limit: int) -> Sampled:
         """Return a sample that goes on where an exact curve ends. O(blocks)."""
         found = cls(limit)
         found._owners, found._next, counts = exact.stack.state()
-        found._cold_at, found._hot_at = Counts(counts), Counts([0] * len(counts))
+        found._cold_at, found._hot_at = PlaceCounts(counts), PlaceCounts([0] * len(counts))
         for owner, hits in exact.by_owner.items():
             found._of[owner] = tally = _Tally()
             tally.accesses = hits.accesses
@@ -229,8 +229,8 @@ class Sampled:
         new = {old: i for i, old in enumerate(live)}
         for key, place in self._owners.items():
             self._owners[key] = new[place]
-        self._hot_at = Counts([self._hot_at.at[i] for i in live])
-        self._cold_at = Counts([self._cold_at.at[i] for i in live])
+        self._hot_at = PlaceCounts([self._hot_at.at[i] for i in live])
+        self._cold_at = PlaceCounts([self._cold_at.at[i] for i in live])
         self._next = len(live)
 
     def check(self) -> None:
@@ -244,7 +244,7 @@ class Sampled:
                     counted[place] = counted.get(place, 0) + 1
             assert counted == {i: n for i, n in enumerate(counts.at) if n}
 
-    def curve(self, owner: str | None = None) -> Curve:
+    def curve(self, owner: str | None = None) -> HitCurve:
         """Return the curve of all, or of one owner's requests in the same cache; the error is of all."""
         distinct = len(self._hot) + (len(self._owners) - len(self._hot)) / self.share
         every = self._every()
@@ -252,14 +252,14 @@ class Sampled:
         mine = every if owner is None else self._of[owner]
         found = mine.curve(mine.hot, mine.accesses - mine.hot_accesses)
         if self.share == 1.0:
-            return Curve(found, [0.0] * len(SIZES), True, distinct)
+            return HitCurve(found, [0.0] * len(SIZES), True, distinct)
         parts = []
         for part in self._parts:
             part.accesses = every.accesses
             parts.append(part.curve(every.hot, cold))
         # Of a sample that is nearly everything the parts differ more than it errs.
         left = sqrt(1 - self.share)
-        return Curve(found, [left * _half(column) for column in zip(*parts, strict=True)], False, distinct)
+        return HitCurve(found, [left * _half(column) for column in zip(*parts, strict=True)], False, distinct)
 
     def _every(self) -> _Tally:
         total = _Tally()

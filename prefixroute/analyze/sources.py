@@ -33,7 +33,7 @@ STDIN = "-"
 BOM = b"\xef\xbb\xbf"
 
 
-class Line(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of a file, called `source`; `data` is None for one that cannot be had, and `wrong` says why."""
 
     source: str
@@ -135,7 +135,7 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
         yield raw
 
 
-def lines(paths: Sequence[Path], progress: Callable[[int], None] | None = None) -> Iterator[Line]:
+def lines(paths: Sequence[Path], progress: Callable[[int], None] | None = None) -> Iterator[SourceLine]:
     """Yield the lines of all files in order; `progress` is told the bytes of the files as they are on disk.
 
     Of a pipe it is told the bytes of the lines. Raises `UsageError` for a file that cannot be opened.
@@ -154,17 +154,17 @@ def lines(paths: Sequence[Path], progress: Callable[[int], None] | None = None) 
                         had += len(data)
                         data = unpacked.readline(LINE_BYTES)
                 except Exception as error:  # each way of packing has errors of its own
-                    yield Line(source, number, None, f"the file cannot be read on: {error}")
+                    yield SourceLine(source, number, None, f"the file cannot be read on: {error}")
                     break
                 if not data and whole:
                     if number == 1 and unpacked is not raw:
                         # Not every way of packing notices that its file is cut off.
-                        yield Line(source, number, None, "nothing can be unpacked: the file is empty or cut off")
+                        yield SourceLine(source, number, None, "nothing can be unpacked: the file is empty or cut off")
                     break
                 had += len(data)
                 if number == 1:
                     data = data.removeprefix(BOM)
-                yield Line(source, number, data if whole else None, "" if whole else _too_long())
+                yield SourceLine(source, number, data if whole else None, "" if whole else _too_long())
                 if progress is not None and not number & 0xFF:
                     progress(before + (had if where is None else where()))
             before += had if where is None else where()

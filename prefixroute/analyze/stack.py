@@ -19,14 +19,14 @@ SIZES = tuple(sorted({round(2 ** (step / 4)) for step in range(4 * 36)}))
 """Cache sizes of a curve, in blocks: four to an octave."""
 
 
-class Run(NamedTuple):
+class DistanceRun(NamedTuple):
     """Neighbouring blocks of a path with distances `after` + 1, `after` + 2, ..."""
 
     after: int
     blocks: int
 
 
-class Counts:
+class PlaceCounts:
     """Numbers by place, with their sums up to a place: a Fenwick tree. Both take O(log n)."""
 
     __slots__ = ("_tree", "at")
@@ -62,20 +62,20 @@ class Counts:
         return total
 
 
-class Stack:
+class TouchStack:
     """Blocks in the order of their last touch. Memory O(blocks), an access O(blocks + runs log n)."""
 
     __slots__ = ("_counts", "_next", "_owners")
 
     def __init__(self) -> None:
         self._owners: dict[int, int] = {}
-        self._counts = Counts()
+        self._counts = PlaceCounts()
         self._next = 0
 
     def __len__(self) -> int:
         return len(self._owners)
 
-    def access(self, keys: Sequence[int]) -> list[Run]:
+    def access(self, keys: Sequence[int]) -> list[DistanceRun]:
         """Touch a path, root first; return the runs of what was held, as long as it was held."""
         if not keys:
             return []
@@ -85,7 +85,7 @@ class Stack:
         for owner, group in groupby(map(owners.get, keys)):
             if owner is None:
                 break
-            runs.append((owner, Run(live - self._counts.up_to(owner), len(list(group)))))
+            runs.append((owner, DistanceRun(live - self._counts.up_to(owner), len(list(group)))))
         for owner, run in runs:
             self._counts.add(owner, -run.blocks)
         self._counts.add(self._next, len(keys))
@@ -112,11 +112,11 @@ class Stack:
         new = {old: i for i, old in enumerate(live)}
         for key, owner in self._owners.items():
             self._owners[key] = new[owner]
-        self._counts = Counts([self._counts.at[i] for i in live])
+        self._counts = PlaceCounts([self._counts.at[i] for i in live])
         self._next = len(live)
 
 
-class Hits:
+class DistanceHits:
     """Hits by distance: `counts[i]` of those that a cache of SIZES[i] has and one of SIZES[i - 1] has not."""
 
     __slots__ = ("accesses", "counts")
@@ -125,7 +125,7 @@ class Hits:
         self.accesses = 0
         self.counts = [0.0] * len(SIZES)
 
-    def add(self, run: Run) -> None:
+    def add(self, run: DistanceRun) -> None:
         """Count a run of exact distances."""
         low, high = run.after + 1, run.after + run.blocks
         i = bisect_left(SIZES, low)
@@ -149,7 +149,7 @@ def rates(counts: Sequence[float], accesses: float) -> list[float]:
     return found
 
 
-class Curve(NamedTuple):
+class HitCurve(NamedTuple):
     """Hit rates by SIZES. `error` is half of a 95 % interval at each of them, 0.0 where the rates are exact."""
 
     rates: list[float]
@@ -158,24 +158,24 @@ class Curve(NamedTuple):
     distinct_blocks: float
 
 
-class Exact:
+class ExactCurve:
     """The exact curve, in all and by owner (a tenant, say)."""
 
     def __init__(self) -> None:
-        self.stack = Stack()
-        self.hits = Hits()
-        self.by_owner: dict[str, Hits] = {}
+        self.stack = TouchStack()
+        self.hits = DistanceHits()
+        self.by_owner: dict[str, DistanceHits] = {}
 
     def access(self, keys: Sequence[int], owner: str) -> int:
         """Count a request; return how many of its leading blocks any earlier request had."""
         runs = self.stack.access(keys)
-        for hits in (self.hits, self.by_owner.setdefault(owner, Hits())):
+        for hits in (self.hits, self.by_owner.setdefault(owner, DistanceHits())):
             hits.accesses += len(keys)
             for run in runs:
                 hits.add(run)
         return sum(run.blocks for run in runs)
 
-    def curve(self, owner: str | None = None) -> Curve:
+    def curve(self, owner: str | None = None) -> HitCurve:
         """Return the curve of all, or of one owner's requests in the cache of all."""
         hits = self.hits if owner is None else self.by_owner[owner]
-        return Curve(hits.curve(), [0.0] * len(SIZES), True, float(len(self.stack)))
+        return HitCurve(hits.curve(), [0.0] * len(SIZES), True, float(len(self.stack)))

@@ -52,14 +52,14 @@ class Source:
         return header
 
 
-class Kind(NamedTuple):
+class FileKind(NamedTuple):
     """What a file may hold: its tables by name, the whole under "", and an example that shows them."""
 
     tables: Mapping[str, type[msgspec.Struct]]
     example: str
 
 
-def read_settings(path: Path, whole: type[_T], kind: Kind) -> tuple[_T, Source]:
+def read_settings(path: Path, whole: type[_T], kind: FileKind) -> tuple[_T, Source]:
     """Read a file into `whole`. Raises `UsageError`."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -82,7 +82,7 @@ def read_settings(path: Path, whole: type[_T], kind: Kind) -> tuple[_T, Source]:
         raise UsageError(f"{path}{':' + at[1] if at else ''}: not valid {path.suffix[1:].upper()}: {error}") from None
 
 
-def _explained(source: Source, message: str, kind: Kind) -> UsageError:
+def _explained(source: Source, message: str, kind: FileKind) -> UsageError:
     """Turn ``Expected X, got Y - at `$.servers[1].site` `` into a line and a fix."""
     what, _, at = message.partition(" - at `")
     where = at.rstrip("`").removeprefix("$").removeprefix(".")

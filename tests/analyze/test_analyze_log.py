@@ -13,8 +13,8 @@ import pytest
 from prefixroute import UsageError
 from prefixroute.analyze import Collector, Limits, Log, PromptReader
 from prefixroute.analyze.prefixes import TopPrefixes, fit_zipf
-from prefixroute.analyze.records import BadLine, Chat, Trace, parse
-from prefixroute.analyze.sources import Line
+from prefixroute.analyze.records import BadLine, Chat, TraceBlocks, parse
+from prefixroute.analyze.sources import SourceLine
 
 FRONT = "You are a careful assistant who answers in short plain sentences and names every source. " * 8
 
@@ -54,7 +54,7 @@ CHAT = [{"role": "user", "content": "hi"}]
         ({"prompt": "half of a \ud83d"}, ("half of a \ud83d",)),
         ({"custom_id": "1", "method": "POST", "body": {"messages": CHAT}}, (Chat(CHAT, ()),)),
         ({"request": json.dumps({"prompt": "hi"})}, ("hi",)),
-        ({"timestamp": 5, "input_length": 700, "output_length": 3, "hash_ids": [0, 9]}, (Trace([0, 9], 700),)),
+        ({"timestamp": 5, "input_length": 700, "output_length": 3, "hash_ids": [0, 9]}, (TraceBlocks([0, 9], 700),)),
     ],
     ids=str,
 )
@@ -236,7 +236,7 @@ def test_reasons_are_bounded_and_do_not_quote_prompts(tmp_path: Path) -> None:
     }
     collector = Collector(PromptReader(), Limits())
     for i in range(100):
-        collector.add(Line("log", i, None, f"reason {i}"))
+        collector.add(SourceLine("log", i, None, f"reason {i}"))
     assert (len(collector.log.bad), sum(collector.log.bad.values())) == (51, 100)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prefixroute.analyze.prompt_keys import Keys, prefix_keys
 from prefixroute.analyze.sample import Sampled
-from prefixroute.analyze.stack import SIZES, Exact, Stack
+from prefixroute.analyze.stack import SIZES, ExactCurve, TouchStack
 
 
 def path(*words: int) -> Keys:
@@ -44,7 +44,7 @@ PATHS = st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=40)
 @given(PATHS)
 def test_the_exact_curve_is_that_of_a_cache_of_each_size(words: list[list[int]]) -> None:
     paths = [path(*each) for each in words]
-    exact = Exact()
+    exact = ExactCurve()
     for keys in paths:
         exact.access(keys.tolist(), "")
         exact.stack.check()
@@ -55,7 +55,7 @@ def test_the_exact_curve_is_that_of_a_cache_of_each_size(words: list[list[int]])
 
 
 def test_requests_are_numbered_anew_when_there_are_many() -> None:
-    rng, stack, paths = random.Random(3), Stack(), []
+    rng, stack, paths = random.Random(3), TouchStack(), []
     for _ in range(5000):
         keys = path(*(rng.randrange(3) for _ in range(5))).tolist()
         paths.append(keys)
@@ -79,7 +79,7 @@ def topics(skew: float, requests: int, seed: int, many: int = 400) -> list[Keys]
 
 @pytest.mark.parametrize("skew", [0.0, 1.1, 2.0])
 def test_a_sample_is_within_a_point_of_the_exact_curve_everywhere(skew: float) -> None:
-    exact, sampled = Exact(), Sampled(limit=16384)
+    exact, sampled = ExactCurve(), Sampled(limit=16384)
     for keys in topics(skew, 4000, seed=1):
         held = exact.access(keys.tolist(), "a")
         assert sampled.access(keys, keys.tolist(), "a") <= held
@@ -94,7 +94,7 @@ def test_a_sample_is_within_a_point_of_the_exact_curve_everywhere(skew: float) -
 
 
 def test_a_sample_that_holds_everything_is_exact() -> None:
-    exact, sampled = Exact(), Sampled()
+    exact, sampled = ExactCurve(), Sampled()
     for i, keys in enumerate(topics(1.1, 200, seed=2)):
         exact.access(keys.tolist(), str(i % 2))
         sampled.access(keys, keys.tolist(), str(i % 2))
@@ -104,14 +104,14 @@ def test_a_sample_that_holds_everything_is_exact() -> None:
 
 
 def test_no_access_has_a_curve_of_zeros() -> None:
-    assert set(Exact().curve().rates) == {0.0}
+    assert set(ExactCurve().curve().rates) == {0.0}
     assert set(Sampled().curve().rates) == {0.0}
 
 
 @pytest.mark.parametrize("skew", [0.0, 2.0])
 def test_a_sample_goes_on_where_an_exact_curve_ends(skew: float) -> None:
     paths = topics(skew, 4000, seed=3)
-    exact, begun = Exact(), Exact()
+    exact, begun = ExactCurve(), ExactCurve()
     for keys in paths[:1500]:
         begun.access(keys.tolist(), "a")
     before = begun.curve()

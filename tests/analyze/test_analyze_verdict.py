@@ -15,7 +15,7 @@ from prefixroute.analyze import Advice, DelayGain, Gain, GainSettings, Wanted, a
 from prefixroute.analyze.collect import Collector as Reader
 from prefixroute.analyze.collect import Kept, Limits, Log
 from prefixroute.analyze.gain import break_even, simulate
-from prefixroute.analyze.prompt_keys import Prompt, PromptReader, prefix_keys
+from prefixroute.analyze.prompt_keys import KeyedPrompt, PromptReader, prefix_keys
 from prefixroute.analyze.verdict import FEW, Seen, judge
 from prefixroute.sim.serving.workloads import prefix_lengths
 
@@ -32,7 +32,7 @@ def topics(skew: float, requests: int, seed: int = 1, tail: int = 6) -> list[Kep
         topic = rng.choices(range(57), cum_weights=heights)[0]
         words = [*(1000 * (topic + 1) + j for j in range(lengths[topic])), *(10**9 + 8 * i + j for j in range(tail))]
         keys = prefix_keys(np.array(words, dtype=np.uint64))
-        found.append(Kept(None, "", Prompt(keys, 16 * len(words) + 4, 16)))
+        found.append(Kept(None, "", KeyedPrompt(keys, 16 * len(words) + 4, 16)))
     return found
 
 
@@ -116,7 +116,7 @@ def test_a_fleet_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_long_prompts_are_simulated_in_larger_blocks_and_times_are_kept() -> None:
     keys = prefix_keys(np.arange(1000, dtype=np.uint64))
-    kept = [Kept(10.0 + i, f"t{i % 2}", Prompt(keys, 16_000, 16)) for i in range(8)]
+    kept = [Kept(10.0 + i, f"t{i % 2}", KeyedPrompt(keys, 16_000, 16)) for i in range(8)]
     settings = GainSettings(seeds=(1,), delays_ms=(1.0,), gossip_s=20.0)
     together = simulate(kept, settings)
     apart = simulate(kept, GainSettings(seeds=(1,), delays_ms=(1.0,), gossip_s=20.0, tenants_apart=True))

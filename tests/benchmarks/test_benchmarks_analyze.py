@@ -18,7 +18,7 @@ from figures import Row  # noqa: E402
 
 from prefixroute.analyze import Collector, Limits, PromptReader  # noqa: E402
 from prefixroute.analyze.sample import Sampled  # noqa: E402
-from prefixroute.analyze.stack import Exact  # noqa: E402
+from prefixroute.analyze.stack import ExactCurve  # noqa: E402
 
 
 def test_a_chat_log_has_the_lines_that_it_says_and_conversations_that_go_on(
@@ -41,7 +41,7 @@ def test_logs_are_the_same_for_the_same_arguments() -> None:
 
 
 def test_a_curve_that_is_off_is_seen() -> None:
-    exact, sampled = Exact(), Sampled(256)
+    exact, sampled = ExactCurve(), Sampled(256)
     for i, keys in enumerate(analyze_logs.talk_paths(200)):
         listed = keys.tolist()
         exact.access(listed, "")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from prefixroute import UsageError, cli
 from prefixroute.plan import OnlineSettings, Problem, Span, adaptive, at_rate, conservative, with_requests
 from prefixroute.sim.placement import command as place
-from prefixroute.sim.placement.drifting_world import Change, ChangingWorld
+from prefixroute.sim.placement.drifting_world import ChangingWorld, WorldChange
 from prefixroute.sim.placement.fleets import FleetShape, made_fleet
 from prefixroute.sim.placement.sessions import Ask, from_trace, poisson, read_arrivals, serve
 from prefixroute.sim.placement.wan import BUILT_IN, built_in, network, of_links, read_graph, read_landmarks
@@ -183,7 +183,7 @@ def test_fleets_are_drawn_from_their_seed() -> None:
 
 def rows(**changes: object) -> dict[tuple[str, float, str], dict[str, object]]:
     tasks = [
-        place.Task("europe", False, FleetShape(), rate, 60, seed, "", tuple(place.CONTENDERS))
+        place.PlacementTask("europe", False, FleetShape(), rate, 60, seed, "", tuple(place.CONTENDERS))
         for rate in (0.1, 2.0)
         for seed in range(3)
     ]
@@ -257,7 +257,7 @@ TIGHT = OnlineSettings(headroom=0.0)
 
 
 def story(
-    seed: int, adapt: bool, changes: list[Change], settings: OnlineSettings | None = None, wan: str = "world"
+    seed: int, adapt: bool, changes: list[WorldChange], settings: OnlineSettings | None = None, wan: str = "world"
 ) -> ChangingWorld:
     made = made_fleet(built_in(wan), seed)
     asks: list[Ask] = []
@@ -281,7 +281,8 @@ def test_a_planner_that_follows_the_load_serves_it_sooner_and_never_opens_a_gap(
 
 def test_equal_seeds_give_equal_stories_and_every_slot_comes_back() -> None:
     worlds = [
-        story(4, True, [Change(200.0, "congest", (0, 1, 2), 3.0), Change(260.0, "congest", (0, 1, 2))]) for _ in "ab"
+        story(4, True, [WorldChange(200.0, "congest", (0, 1, 2), 3.0), WorldChange(260.0, "congest", (0, 1, 2))])
+        for _ in "ab"
     ]
     first, second = (world.run() for world in worlds)
     assert first == second
@@ -296,7 +297,7 @@ def test_requests_of_a_server_that_leaves_begin_anew_elsewhere() -> None:
     assert route is not None
     world.planner.finished(route.booking)
     gone, slow = (hop.server for hop in route.chain.hops[:2])
-    world = story(1, True, [Change(40.0, "leave", (gone,)), Change(150.0, "slow", (slow,), 4.0)])
+    world = story(1, True, [WorldChange(40.0, "leave", (gone,)), WorldChange(150.0, "slow", (slow,), 4.0)])
     found = world.run()
     assert found.unserved == 0
     assert len(found.done) == 330
@@ -306,7 +307,7 @@ def test_requests_of_a_server_that_leaves_begin_anew_elsewhere() -> None:
 
 def test_a_world_that_nobody_can_serve_gives_up() -> None:
     problem = planning.small([1, 1], [1, 1], [4, 4], 0.1, blocks=6, requests=[1])
-    world = ChangingWorld(problem, 0.01, [Ask(0.0, 0), Ask(10.0, 0)], [Change(5.0, "leave", (0,))], 1)
+    world = ChangingWorld(problem, 0.01, [Ask(0.0, 0), Ask(10.0, 0)], [WorldChange(5.0, "leave", (0,))], 1)
     found = world.run()
     assert (len(found.done), found.unserved) == (1, 1)
     assert found.gaps_s > 0

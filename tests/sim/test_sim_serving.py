@@ -12,11 +12,11 @@ import pytest
 from prefixroute import POLICIES, BlocksRemoved, BlocksStored, LongestMatch, NoRouting, Residency, UsageError
 from prefixroute.sim.serving import workloads
 from prefixroute.sim.serving.cells import CellSettings, cell, run_cell, trace_of
-from prefixroute.sim.serving.engine import BatchServer, BlockCache, FifoServer, Speed
-from prefixroute.sim.serving.exact_knowledge import Exact
+from prefixroute.sim.serving.engine import BatchServer, FifoServer, LruBlocks, Speed
+from prefixroute.sim.serving.exact_knowledge import ExactKnowledge
 from prefixroute.sim.serving.faults import Fault, FaultSettings, Faulty, served_once
 from prefixroute.sim.serving.figures import figures, interval
-from prefixroute.sim.serving.loop import Bare, Gossiping, ServingSettings
+from prefixroute.sim.serving.loop import Gossiping, ServingSettings, Unrouted
 
 SMALL = CellSettings(4, "zipf1.5", 0.25, 1.0, 0.5, 0.01, 300)
 
@@ -35,7 +35,7 @@ def test_a_workload_is_the_same_for_a_seed_and_another_for_another(kind: str) ->
     make = workloads.maker(kind)
     one, same, other = make(1.0, 60, 4, 7), make(1.0, 60, 4, 7), make(1.0, 60, 4, 8)
 
-    def told(trace: workloads.Trace) -> list[Any]:
+    def told(trace: workloads.ArrivalTrace) -> list[Any]:
         return [(a.at, a.origin, a.topic, bytes(a.prompt.tokens)) for a in trace.arrivals]
 
     assert told(one) == told(same)
@@ -48,7 +48,7 @@ def test_a_workload_is_the_same_for_a_seed_and_another_for_another(kind: str) ->
 
 def test_topics_share_their_prefix_and_zipf_prefers_the_first() -> None:
     trace = workloads.maker("zipf2")(1.0, 400, 4, 1)
-    by_topic: dict[int, list[workloads.Prompt]] = {}
+    by_topic: dict[int, list[workloads.SimulatedPrompt]] = {}
     for arrival in trace.arrivals:
         by_topic.setdefault(arrival.topic, []).append(arrival.prompt)
     assert len(by_topic[0]) > 0.5 * 400
@@ -122,7 +122,7 @@ def test_an_unknown_workload_is_refused(name: str) -> None:
 @pytest.mark.parametrize(("kind", "whole"), [("zipf1.1", False), ("zipf1.1", True), ("conversations", False)])
 def test_a_cache_tells_its_node_exactly_what_it_does(kind: str, whole: bool) -> None:
     trace = workloads.maker(kind)(1.0, 200, 1, 3)
-    cache, mirror = BlockCache(150, 16, whole), Residency(trace.domain)
+    cache, mirror = LruBlocks(150, 16, whole), Residency(trace.domain)
     held: set[Any] = set()
     evicted = 0
     for arrival in trace.arrivals:
@@ -148,7 +148,7 @@ def test_a_cache_forgets_the_least_recently_used_from_its_end() -> None:
     trace = workloads.maker("uniform")(1.0, 200, 1, 1)
     prompts = {arrival.topic: arrival.prompt for arrival in trace.arrivals}
     a, b, c = prompts[0], prompts[1], prompts[2]
-    cache = BlockCache(len(a.blocks) + len(b.blocks) + 5, 16)
+    cache = LruBlocks(len(a.blocks) + len(b.blocks) + 5, 16)
     cache.admit(a, 0.0)
     cache.admit(b, 1.0)
     cache.admit(a, 2.0)
@@ -212,7 +212,7 @@ def test_a_batching_server_shares_steps_and_decodes_beside() -> None:
 def test_no_routing_through_nodes_is_no_routing() -> None:
     trace = trace_of(SMALL, 1)
     settings = SMALL.serving(trace)
-    bare = Bare(trace, settings, 1).run()
+    bare = Unrouted(trace, settings, 1).run()
     routed = Gossiping(trace, settings, 1, NoRouting).run()
     assert routed.latency_s == bare.latency_s
     assert routed.cached == bare.cached
@@ -287,9 +287,9 @@ def test_exact_knowledge_counts_what_is_on_its_way() -> None:
     make = workloads.maker("uniform")
     drawn = [a for a in make(1.0, 3000, 4, 1).arrivals if a.topic == 5][:8]
     burst = tuple(a._replace(at=0.001 * i, origin=i % 4) for i, a in enumerate(drawn))
-    trace = workloads.Trace("burst", burst, 39138, make(1.0, 1, 4, 1).domain)
+    trace = workloads.ArrivalTrace("burst", burst, 39138, make(1.0, 1, 4, 1).domain)
     settings = ServingSettings(capacity_tokens=20000, delay_s=0.005, speed=Speed(0.0001, 0.001))
-    served = Exact(trace, settings, 1, LongestMatch).run()
+    served = ExactKnowledge(trace, settings, 1, LongestMatch).run()
     assert sum(not hit for hit in served.hits) == 1
 
 
@@ -297,7 +297,7 @@ def test_slow_nodes_and_wrong_settings_are_told_apart() -> None:
     trace = trace_of(SMALL, 1)
     settings = SMALL.serving(trace)
     slow = ServingSettings(nodes=4, capacity_tokens=settings.capacity_tokens, slower=(1, 1, 1, 4), delay_s=0.01)
-    served = Bare(trace, slow, 1).run()
+    served = Unrouted(trace, slow, 1).run()
     means = [
         sum(latency for latency, server in zip(served.latency_s, served.server, strict=True) if server == i)
         / served.server.count(i)

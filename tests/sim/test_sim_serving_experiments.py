@@ -17,7 +17,7 @@ from prefixroute.sim import parallel, plots
 from prefixroute.sim.serving import gateways, grid, paper, scenario, stress
 from prefixroute.sim.serving.cells import DEFAULT, CellSettings, run_cell
 from prefixroute.sim.serving.figures import Figures
-from prefixroute.sim.serving.workloads import Arrival, SessionShape, Trace, maker
+from prefixroute.sim.serving.workloads import Arrival, ArrivalTrace, SessionShape, maker
 
 SCENARIOS = Path(__file__).parents[2] / "examples" / "scenarios"
 
@@ -121,10 +121,10 @@ def test_experiments_need_a_worker() -> None:
 # --- paper -------------------------------------------------------------------------------------------------
 
 
-def trace_of_topics(topics: list[int]) -> Trace:
+def trace_of_topics(topics: list[int]) -> ArrivalTrace:
     made = maker("uniform")(1.0, 1, 1, 1)
     prompt = made.arrivals[0].prompt
-    return Trace("made", tuple(Arrival(float(i), 0, t, prompt) for i, t in enumerate(topics)), 1, made.domain)
+    return ArrivalTrace("made", tuple(Arrival(float(i), 0, t, prompt) for i, t in enumerate(topics)), 1, made.domain)
 
 
 def test_cycles_are_counted_from_specialised_to_spread() -> None:
@@ -151,12 +151,12 @@ def test_tolerances(value: float, tolerance: float | str, ok: bool) -> None:
 
 
 def test_longest_match_gains_near_and_loses_far_as_published() -> None:
-    def ratio(case: paper.Case) -> float:
+    def ratio(case: paper.PaperCase) -> float:
         cell = case.cell(quick=True)
         return run_cell(cell, "longest", 1).figures.mean_s / run_cell(cell, "none", 1).figures.mean_s
 
-    assert ratio(paper.Case("B", "zipf1.5")) == pytest.approx(0.77, abs=0.06)
-    assert ratio(paper.Case("B", "zipf1.5", 1.0)) > 2
+    assert ratio(paper.PaperCase("B", "zipf1.5")) == pytest.approx(0.77, abs=0.06)
+    assert ratio(paper.PaperCase("B", "zipf1.5", 1.0)) > 2
 
 
 def test_the_rows_cover_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,9 +164,9 @@ def test_the_rows_cover_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(ids)) == len(ids)
     assert {i[:2] for i in ids} | {"R7"} == {f"R{i}" for i in range(1, 8)}
 
-    def fake(task: tuple[paper.Case, str, int, bool]) -> paper.Run:
+    def fake(task: tuple[paper.PaperCase, str, int, bool]) -> paper.PaperRun:
         mean = {"none": 1.0, "longest": 0.96}.get(task[1], 0.9)
-        return paper.Run(Figures(mean, 1.0, 0.5, 0.85, 0.0, 0.4), (3, 4, 5))
+        return paper.PaperRun(Figures(mean, 1.0, 0.5, 0.85, 0.0, 0.4), (3, 4, 5))
 
     monkeypatch.setattr(paper, "_run", fake)
     monkeypatch.setattr(paper, "_same_answers", lambda seed: seed != 2)

@@ -15,7 +15,7 @@ from prefixroute import POLICIES, Datagram, Node, Outcome
 from prefixroute.replication.wire import Kind, Message, Stamp, Update, VectorEntry, decode, encode, encode_part
 from prefixroute.sim.serving.cells import CellSettings, trace_of
 from prefixroute.sim.serving.loop import Attempt, Gossiping, Job, ServingSettings
-from prefixroute.sim.serving.workloads import Trace
+from prefixroute.sim.serving.workloads import ArrivalTrace
 
 EVIL = "evil"
 CELL = CellSettings(4, "zipf1.5", 0.5, 0.2, 0.9, 0.002, 90)
@@ -79,7 +79,9 @@ Attack = Callable[[Attacker, float], None]
 class Fleet(Gossiping):
     """A run under attack: `attack(attacker, now)` is called every `every_s` seconds while requests are served."""
 
-    def __init__(self, trace: Trace, settings: ServingSettings, attack: Attack | None, every_s: float = 1.0) -> None:
+    def __init__(
+        self, trace: ArrivalTrace, settings: ServingSettings, attack: Attack | None, every_s: float = 1.0
+    ) -> None:
         super().__init__(trace, settings, 1, POLICIES["rent"])
         self._attack = attack
         self._every_s = every_s

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from ..settings_file import Kind, Source, read_settings
+from ..settings_file import FileKind, Source, read_settings
 from .design_load import DesignLoad, design_load, share_out
 from .problem import Floats, Problem, with_requests
 
@@ -28,7 +28,7 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table of the file."""
 
 
-class Model(_Part, frozen=True):
+class FleetModel(_Part, frozen=True):
     """Equal blocks: how many, the weights of one, and what one keeps in cache of a token."""
 
     blocks: int
@@ -37,7 +37,7 @@ class Model(_Part, frozen=True):
     name: str = ""
 
 
-class Workload(_Part, frozen=True):
+class FleetWorkload(_Part, frozen=True):
     """Lengths, and the load: arrivals a second, or requests under way at once."""
 
     prompt_tokens: int
@@ -47,7 +47,7 @@ class Workload(_Part, frozen=True):
     setup_ms: float = 0.0
 
 
-class Server(_Part, frozen=True):
+class FleetServer(_Part, frozen=True):
     """One machine, or `count` like it. `prefill_ms` is of any prompt, `prefill_ms_per_token` comes on top."""
 
     name: str
@@ -60,7 +60,7 @@ class Server(_Part, frozen=True):
     count: int = 1
 
 
-class Client(_Part, frozen=True):
+class FleetClient(_Part, frozen=True):
     """Where requests come from, and which share of them."""
 
     name: str
@@ -68,7 +68,7 @@ class Client(_Part, frozen=True):
     share: float = 1.0
 
 
-class Network(_Part, frozen=True):
+class FleetNetwork(_Part, frozen=True):
     """The round trip inside a site, and what each step costs on top of it: serialisation, copies, queues."""
 
     inside_ms: float = 0.5
@@ -77,7 +77,7 @@ class Network(_Part, frozen=True):
     prompt_overhead_ms_per_token: float = 0.0
 
 
-class Link(_Part, frozen=True):
+class FleetLink(_Part, frozen=True):
     """The round trip between two sites."""
 
     sites: tuple[str, str]
@@ -87,12 +87,12 @@ class Link(_Part, frozen=True):
 class FleetFile(_Part, frozen=True):
     """A whole file. With "hub" the client relays between servers, with "chain" they pass on to each other."""
 
-    model: Model
-    workload: Workload
-    servers: tuple[Server, ...]
-    clients: tuple[Client, ...]
-    network: Network = Network()
-    links: tuple[Link, ...] = ()
+    model: FleetModel
+    workload: FleetWorkload
+    servers: tuple[FleetServer, ...]
+    clients: tuple[FleetClient, ...]
+    network: FleetNetwork = FleetNetwork()
+    links: tuple[FleetLink, ...] = ()
     topology: Literal["hub", "chain"] = "hub"
     title: str = ""
 
@@ -114,15 +114,15 @@ def read_fleet(path: Path) -> Fleet:
     return _built(file, source)
 
 
-_KIND = Kind(
+_KIND = FileKind(
     {
         "": FleetFile,
-        "clients": Client,
-        "links": Link,
-        "model": Model,
-        "network": Network,
-        "servers": Server,
-        "workload": Workload,
+        "clients": FleetClient,
+        "links": FleetLink,
+        "model": FleetModel,
+        "network": FleetNetwork,
+        "servers": FleetServer,
+        "workload": FleetWorkload,
     },
     "examples/plan/fleet.toml",
 )
@@ -137,7 +137,7 @@ def _check(file: FleetFile, source: Source) -> None:
         ("workload.output_tokens", file.workload.output_tokens),
     ]
     least: list[tuple[str, float]] = [("workload.setup_ms", file.workload.setup_ms)]
-    least += [(f"network.{name}", getattr(file.network, name)) for name in Network.__struct_fields__]
+    least += [(f"network.{name}", getattr(file.network, name)) for name in FleetNetwork.__struct_fields__]
     for i, server in enumerate(file.servers):
         positive += [(f"servers[{i}].{name}", getattr(server, name)) for name in ("memory_gb", "decode_ms", "count")]
         names = ("prefill_ms", "prefill_ms_per_token", "most_blocks")
@@ -158,7 +158,7 @@ def _check(file: FleetFile, source: Source) -> None:
         raise source.error("workload", "give one of requests_per_s and concurrent, above 0")
 
 
-def _names(file: FleetFile) -> list[tuple[str, Server]]:
+def _names(file: FleetFile) -> list[tuple[str, FleetServer]]:
     """Every machine with its own name: a row with a count stands for several."""
     return [
         (server.name if server.count == 1 else f"{server.name}-{i}", server)

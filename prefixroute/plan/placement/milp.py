@@ -27,7 +27,7 @@ TOLERANCE = 1e-9
 INSTALL = "the exact planner needs its extra, run: pip install 'prefixroute[milp]'"
 
 
-class Row(NamedTuple):
+class Constraint(NamedTuple):
     """Terms (variable, factor) whose sum is between two bounds, either of which may be infinite."""
 
     terms: tuple[tuple[int, float], ...]
@@ -59,7 +59,7 @@ class LinearModel:
         self.least: list[float] = []
         self.most: list[float] = []
         self.whole: list[bool] = []
-        self.rows: list[Row] = []
+        self.rows: list[Constraint] = []
 
     def variable(self, most: float, cost: float = 0.0, least: float = 0.0, whole: bool = True) -> int:
         """Add a variable; return its number. One that is not `whole` may be so without loss."""
@@ -71,7 +71,7 @@ class LinearModel:
 
     def row(self, terms: Sequence[tuple[int, float]], most: float = math.inf, least: float = -math.inf) -> None:
         """Add a row."""
-        self.rows.append(Row(tuple(terms), least, most))
+        self.rows.append(Constraint(tuple(terms), least, most))
 
     def cost_of(self, values: Sequence[float]) -> float:
         """Return the cost of a solution."""
@@ -121,7 +121,7 @@ def _import(module: str) -> Any:
         raise UsageError(f"{INSTALL} ({error})") from error
 
 
-def _whole_row(row: Row) -> tuple[list[int], float]:
+def _whole_row(row: Constraint) -> tuple[list[int], float]:
     """The factors of a row as whole numbers, and what they were multiplied by."""
     factors = [factor for _, factor in row.terms]
     if all(factor == round(factor) for factor in factors):
@@ -181,10 +181,10 @@ def _highs(model: LinearModel, time_limit_s: float, gap: float, start: Sequence[
     rows = [*model.rows]
     priced = tuple((i, cost) for i, cost in enumerate(model.costs) if cost)
     if model.floor > 0:
-        rows.append(Row(priced, model.floor * (1 - TOLERANCE), math.inf))
+        rows.append(Constraint(priced, model.floor * (1 - TOLERANCE), math.inf))
     if start is not None:
         dearest = model.cost_of(start)
-        rows.append(Row(priced, -math.inf, dearest * (1 + TOLERANCE)))
+        rows.append(Constraint(priced, -math.inf, dearest * (1 + TOLERANCE)))
     where = [(at, i, factor) for at, row in enumerate(rows) for i, factor in row.terms]
     table = sparse.coo_array(
         ([factor for *_, factor in where], ([at for at, *_ in where], [i for _, i, _ in where])),

@@ -33,7 +33,7 @@ class Booking(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Server:
+class _ServerSlots:
     slots: int
     taken: int
     ends: list[tuple[float, int, int]]
@@ -48,7 +48,7 @@ class Ledger:
     def __init__(self, slots: Sequence[int]) -> None:
         if any(each < 0 for each in slots):
             raise UsageError("a server has 0 slots or more")
-        self._servers = [_Server(each, 0, []) for each in slots]
+        self._servers = [_ServerSlots(each, 0, []) for each in slots]
         self._booked: dict[int, Booking] = {}
         self._next = 0
         self.free = list(slots)
@@ -56,7 +56,7 @@ class Ledger:
 
     def add_server(self, slots: int = 0) -> int:
         """Add a server; return its number."""
-        self._servers.append(_Server(0, 0, []))
+        self._servers.append(_ServerSlots(0, 0, []))
         self.free.append(0)
         self.set_slots(len(self._servers) - 1, slots)
         return len(self._servers) - 1

@@ -17,7 +17,7 @@ import msgspec
 
 from prefixroute import UsageError
 
-from ..settings_file import Kind, Source, read_settings
+from ..settings_file import FileKind, Source, read_settings
 from .costs import Curve, Decode, KvBytes, Polynomial, Slower, Table
 from .division import PrefillClusters
 from .lengths import Empirical, Lengths, LogNormal
@@ -34,7 +34,7 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table of the file."""
 
 
-class Workload(_Part, frozen=True):
+class ClusterWorkload(_Part, frozen=True):
     """Lengths of prompts: a log-normal by `mu` and `sigma`, or a `file` of lengths; and the tokens of an answer.
 
     A file is a trace (`traces.read_trace`): what an endless cache would hold of its prompts is taken off.
@@ -48,7 +48,7 @@ class Workload(_Part, frozen=True):
     output_tokens: float = 1024.0
 
 
-class Model(_Part, frozen=True):
+class ClusterModel(_Part, frozen=True):
     """Bytes of KV: points in MiB, or so many bytes a token and a state. `layers` overlap sending with computing."""
 
     kv_mib: Points = ()
@@ -57,7 +57,7 @@ class Model(_Part, frozen=True):
     layers: int = 60
 
 
-class Pool(_Part, frozen=True):
+class ClusterPool(_Part, frozen=True):
     """The prefill cluster: nodes (instances), and the seconds of a prompt, as points or as coefficients."""
 
     nodes: int
@@ -65,7 +65,7 @@ class Pool(_Part, frozen=True):
     prefill_coefficients: tuple[float, ...] = ()
 
 
-class Local(_Part, frozen=True):
+class ClusterLocal(_Part, frozen=True):
     """The local cluster: nodes, seconds of prefill (or how many times the pool's), and what a node decodes at once.
 
     `alone_nodes` are those of a cluster without a pool that costs as much, to compare with; 0: as many as `nodes`.
@@ -80,7 +80,7 @@ class Local(_Part, frozen=True):
     alone_nodes: int = 0
 
 
-class Link(_Part, frozen=True):
+class ClusterLink(_Part, frozen=True):
     """The way from the pool: bandwidth, round trip, connections and what one of them carries (0: no bound)."""
 
     gbit_per_s: float
@@ -92,11 +92,11 @@ class Link(_Part, frozen=True):
 class ClusterFile(_Part, frozen=True):
     """A whole file. `average` is "length" (as published) or "time" (nearer to a simulation with arrivals)."""
 
-    workload: Workload
-    model: Model
-    pool: Pool
-    local: Local
-    link: Link
+    workload: ClusterWorkload
+    model: ClusterModel
+    pool: ClusterPool
+    local: ClusterLocal
+    link: ClusterLink
     title: str = ""
     average: Literal["length", "time"] = "length"
 
@@ -123,8 +123,15 @@ def read_clusters(path: Path) -> tuple[ClusterFile, PrefillClusters]:
     return file, _clusters(file, source, path.parent)
 
 
-_KIND = Kind(
-    {"": ClusterFile, "link": Link, "local": Local, "model": Model, "pool": Pool, "workload": Workload},
+_KIND = FileKind(
+    {
+        "": ClusterFile,
+        "link": ClusterLink,
+        "local": ClusterLocal,
+        "model": ClusterModel,
+        "pool": ClusterPool,
+        "workload": ClusterWorkload,
+    },
     "examples/plan/cluster.toml",
 )
 
@@ -179,7 +186,7 @@ def _curve(source: Source, table: str, points: Points, coefficients: tuple[float
     raise source.error(table, f"no time of prefill: give prefill_s = [[1024, 0.44], [8192, 0.72]]{also}")
 
 
-def _kv(model: Model, source: Source) -> Curve:
+def _kv(model: ClusterModel, source: Source) -> Curve:
     if model.kv_mib:
         points = tuple((tokens, mib * MIB) for tokens, mib in model.kv_mib)
         return _made(source, "model.kv_mib", lambda: Table(points))
@@ -188,7 +195,7 @@ def _kv(model: Model, source: Source) -> Curve:
     return _made(source, "model.kv_bytes_per_token", lambda: KvBytes(model.kv_bytes_per_token, model.kv_state_bytes))
 
 
-def _lengths(workload: Workload, source: Source, folder: Path) -> Lengths:
+def _lengths(workload: ClusterWorkload, source: Source, folder: Path) -> Lengths:
     if workload.file:
         try:
             return Empirical(row.uncached_tokens for row in read_trace(folder / workload.file))

@@ -42,7 +42,7 @@ class TraceRequest(NamedTuple):
         return self.tokens - self.cached_tokens
 
 
-class _Row(NamedTuple):
+class _TraceRow(NamedTuple):
     at: float | None
     tokens: int
     blocks: Sequence[Hashable]
@@ -58,7 +58,7 @@ def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> list[TraceReques
         raise UsageError(f"{path}: not text: a trace is JSON lines, CSV, or a number a line") from None
     header = [name.strip() for name in lines[0].split(",")] if lines else []
     titled = any(name in header for name in _LENGTHS)
-    rows: list[_Row] = []
+    rows: list[_TraceRow] = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or (number == 1 and titled):
             continue
@@ -84,7 +84,7 @@ def _fields(line: str, header: Iterable[str]) -> dict[str, Any]:
     return dict(zip(header, (part.strip() for part in line.split(",")), strict=False))
 
 
-def _row(fields: dict[str, Any]) -> _Row:
+def _row(fields: dict[str, Any]) -> _TraceRow:
     tokens = int(float(next(fields[name] for name in _LENGTHS if name in fields)))
     if tokens < 0:
         raise ValueError(tokens)
@@ -96,7 +96,7 @@ def _row(fields: dict[str, Any]) -> _Row:
         at = float(fields[name]) / 1e9
     elif name is not None:
         at = _seconds(str(fields[name]))
-    return _Row(at, tokens, tuple(fields.get("hash_ids") or ()))
+    return _TraceRow(at, tokens, tuple(fields.get("hash_ids") or ()))
 
 
 _DATE = re.compile(r"(\d+)-(\d+)-(\d+)[ T](\d+):(\d+):(\d+)(\.\d+)?Z?")

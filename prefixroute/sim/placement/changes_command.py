@@ -14,7 +14,7 @@ from prefixroute.plan import OnlineSettings
 
 from ..parallel import Progress, run_all
 from ..serving.figures import interval
-from .drifting_world import Change, ChangingWorld
+from .drifting_world import ChangingWorld, WorldChange
 from .fleets import FleetShape, made_fleet
 from .sessions import Ask, poisson
 from .wan import network
@@ -37,7 +37,7 @@ class StoryTask(NamedTuple):
     seed: int
 
 
-class Told(NamedTuple):
+class StoryResult(NamedTuple):
     """What came of a run: mean seconds of a request on each side, and what following took."""
 
     stays_s: float
@@ -49,7 +49,7 @@ class Told(NamedTuple):
     """From the jump until the first server was told to move; None if none was."""
 
 
-def run_story(task: StoryTask) -> Told:
+def run_story(task: StoryTask) -> StoryResult:
     """Run both sides of a task."""
     means, unserved = [], 0
     moves: list[tuple[float, int, int]] = []
@@ -65,9 +65,9 @@ def run_story(task: StoryTask) -> Told:
         asks += [Ask(jump + ask.at_s, ask.client) for ask in later]
         by_memory = sorted(range(made.problem.servers), key=lambda j: -float(made.problem.memory_bytes[j]))
         happens = [
-            Change(jump + 100, "congest", tuple(by_memory[:2]), CONGESTED),
-            Change(jump + 300, "congest", tuple(by_memory[:2])),
-            Change(jump + 350, "leave", (by_memory[3 % made.problem.servers],)),
+            WorldChange(jump + 100, "congest", tuple(by_memory[:2]), CONGESTED),
+            WorldChange(jump + 300, "congest", tuple(by_memory[:2])),
+            WorldChange(jump + 350, "leave", (by_memory[3 % made.problem.servers],)),
         ]
         settings = OnlineSettings(headroom=task.headroom)
         world = ChangingWorld(
@@ -78,7 +78,7 @@ def run_story(task: StoryTask) -> Told:
         unserved += story.unserved
         moves, decided, gaps_s = story.moves, story.decided_s, story.gaps_s
     after = [at - jump for at in decided if at >= jump]
-    return Told(means[0], means[1], unserved, len(moves), gaps_s, after[0] if after else None)
+    return StoryResult(means[0], means[1], unserved, len(moves), gaps_s, after[0] if after else None)
 
 
 def compare_stories(tasks: Sequence[StoryTask], workers: int = 1, silent: bool = True) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ BASELINE = "petals"
 OURS = "adaptive"
 
 
-class Field(NamedTuple):
+class PlacementCase(NamedTuple):
     """What contenders meet: a problem, PETALS' view of it, the order in which servers joined, rate and shares."""
 
     problem: Problem
@@ -59,7 +59,7 @@ class Field(NamedTuple):
     shares: Sequence[float]
 
 
-class Set(NamedTuple):
+class PlacedFleet(NamedTuple):
     """A contender's choice: the problem at its design load, spans, slots, and its way of routing."""
 
     problem: Problem
@@ -68,7 +68,7 @@ class Set(NamedTuple):
     route: Callable[[Links], Route]
 
 
-def _petals(field: Field, lenient: bool, waiting: bool) -> Set:
+def _petals(field: PlacementCase, lenient: bool, waiting: bool) -> PlacedFleet:
     settings = PetalsSettings(lenient=lenient)
     spans = place_petals(field.problem, field.joins, settings, field.rates).spans
 
@@ -80,24 +80,24 @@ def _petals(field: Field, lenient: bool, waiting: bool) -> Set:
 
         return choose
 
-    return Set(field.problem, spans, settings.slots(field.problem, spans), waiting_route if waiting else route)
+    return PlacedFleet(field.problem, spans, settings.slots(field.problem, spans), waiting_route if waiting else route)
 
 
-def _conservative(field: Field) -> Set:
+def _conservative(field: PlacementCase) -> PlacedFleet:
     problem = at_rate(field.problem, field.rate, field.shares)
     placement = conservative(problem, problem.concurrent)
     if placement is None:
         raise UsageError(f"{problem.concurrent} concurrent requests do not fit the fleet")
-    return Set(problem, placement.spans, problem.slots(placement.spans), waiting_route)
+    return PlacedFleet(problem, placement.spans, problem.slots(placement.spans), waiting_route)
 
 
-def _adaptive(field: Field) -> Set:
+def _adaptive(field: PlacementCase) -> PlacedFleet:
     problem = at_rate(field.problem, field.rate, field.shares)
     spans = adaptive(problem).placement.spans
-    return Set(problem, spans, problem.slots(spans), waiting_route)
+    return PlacedFleet(problem, spans, problem.slots(spans), waiting_route)
 
 
-CONTENDERS: dict[str, Callable[[Field], Set]] = {
+CONTENDERS: dict[str, Callable[[PlacementCase], PlacedFleet]] = {
     "petals": lambda field: _petals(field, lenient=False, waiting=False),
     "petals-lenient": lambda field: _petals(field, lenient=True, waiting=False),
     "petals-waiting": lambda field: _petals(field, lenient=False, waiting=True),
@@ -108,7 +108,7 @@ CONTENDERS: dict[str, Callable[[Field], Set]] = {
 its placement; cg-bp and adaptive: our placements with our routing."""
 
 
-class Task(NamedTuple):
+class PlacementTask(NamedTuple):
     """One run of all contenders: a network (built-in or file) or a fleet file, a rate, a seed."""
 
     source: str
@@ -121,7 +121,7 @@ class Task(NamedTuple):
     contenders: tuple[str, ...]
 
 
-class Run(NamedTuple):
+class PlacementRun(NamedTuple):
     """Means of one contender in one run, in seconds, and its 99th percentile of the whole."""
 
     whole_s: float
@@ -130,7 +130,7 @@ class Run(NamedTuple):
     p99_s: float
 
 
-def run_task(task: Task) -> dict[str, Run]:
+def run_task(task: PlacementTask) -> dict[str, PlacementRun]:
     """Run all contenders on the same fleet and arrivals."""
     field, asks = _drawn(task)
     found = {}
@@ -140,7 +140,7 @@ def run_task(task: Task) -> dict[str, Run]:
     return found
 
 
-def _drawn(task: Task) -> tuple[Field, list[Ask]]:
+def _drawn(task: PlacementTask) -> tuple[PlacementCase, list[Ask]]:
     if task.fleet_file:
         fleet = read_fleet(Path(task.source))
         problem, raw, rng = fleet.problem, fleet.raw_rtt_ms, random.Random(1000 * task.seed + 7)
@@ -155,13 +155,13 @@ def _drawn(task: Task) -> tuple[Field, list[Ask]]:
     else:
         asks = poisson(task.rate, task.requests, rng, problem.clients, shares)
     joins = rng.sample(range(problem.servers), problem.servers)
-    return Field(problem, raw, rates, joins, task.rate, shares), asks
+    return PlacementCase(problem, raw, rates, joins, task.rate, shares), asks
 
 
-def _figures(done: Sequence[Done]) -> Run:
+def _figures(done: Sequence[Done]) -> PlacementRun:
     n = len(done)
     ordered = sorted(each.whole_s for each in done)
-    return Run(
+    return PlacementRun(
         math.fsum(ordered) / n,
         math.fsum(each.first_s for each in done) / n,
         math.fsum(each.wait_s for each in done) / n,
@@ -169,7 +169,7 @@ def _figures(done: Sequence[Done]) -> Run:
     )
 
 
-def compare(tasks: Sequence[Task], workers: int = 1, silent: bool = True) -> list[dict[str, Any]]:
+def compare(tasks: Sequence[PlacementTask], workers: int = 1, silent: bool = True) -> list[dict[str, Any]]:
     """Run tasks that differ in their seeds, rates and networks; return a row for each network, rate and contender."""
     runs = run_all(run_task, tasks, workers, Progress(len(tasks), "runs", silent))
     rows = []
@@ -180,7 +180,7 @@ def compare(tasks: Sequence[Task], workers: int = 1, silent: bool = True) -> lis
     return rows
 
 
-def _row(source: str, rate: float, name: str, runs: Sequence[dict[str, Run]]) -> dict[str, Any]:
+def _row(source: str, rate: float, name: str, runs: Sequence[dict[str, PlacementRun]]) -> dict[str, Any]:
     whole = interval([run[name].whole_s for run in runs])
     row: dict[str, Any] = {
         "network": Path(source).stem,
@@ -223,7 +223,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
 
 
-def tasks_of(options: argparse.Namespace) -> list[Task]:
+def tasks_of(options: argparse.Namespace) -> list[PlacementTask]:
     """Return the runs that options ask for. Raises `UsageError`."""
     contenders = tuple(options.contenders.split(","))
     for name in contenders:
@@ -251,7 +251,7 @@ def tasks_of(options: argparse.Namespace) -> list[Task]:
             network(source, 2)
     trace = str(options.trace) if options.trace else ""
     return [
-        Task(source, options.fleet is not None, shape, rate, options.requests, seed, trace, contenders)
+        PlacementTask(source, options.fleet is not None, shape, rate, options.requests, seed, trace, contenders)
         for source in sources
         for rate in numbers
         for seed in range(options.seeds)

@@ -27,7 +27,7 @@ PING_S = 10.0
 GIVE_UP_S = 3600.0
 
 
-class Change(NamedTuple):
+class WorldChange(NamedTuple):
     """Something that happens: at `at_s` the round trips or the speed of servers are multiplied, or servers leave.
 
     "congest" multiplies round trips between every client and these servers, "slow" their block times; 1.0 ends it.
@@ -39,7 +39,7 @@ class Change(NamedTuple):
     factor: float = 1.0
 
 
-class Story(NamedTuple):
+class WorldStory(NamedTuple):
     """How requests fared (in the order of arrival, those served), and what the planner did."""
 
     done: list[tuple[Ask, Done]]
@@ -66,7 +66,7 @@ class ChangingWorld:
         problem: Problem,
         requests_per_s: float,
         asks: Sequence[Ask],
-        changes: Sequence[Change],
+        changes: Sequence[WorldChange],
         seed: int,
         adapt: bool = True,
         settings: OnlineSettings | None = None,
@@ -86,7 +86,7 @@ class ChangingWorld:
         self._running: dict[int, _Session] = {}
         self._ends_as: dict[int, Done] = {}
         self._used = [0] * problem.servers
-        self._story = Story([], 0, 0, [], 0.0, [])
+        self._story = WorldStory([], 0, 0, [], 0.0, [])
         for ask in asks:
             self._agenda.plan(ask.at_s, self._ask, ask)
         for change in changes:
@@ -95,7 +95,7 @@ class ChangingWorld:
         self._last_s = max([*(ask.at_s for ask in asks), *(change.at_s for change in changes)], default=0.0)
         self._agenda.plan(TICK_S, self._tick, None)
 
-    def run(self) -> Story:
+    def run(self) -> WorldStory:
         """Run until every request is served, or given up since nothing will serve it."""
         unserved = 0
         while self._left:
@@ -169,7 +169,7 @@ class ChangingWorld:
     def _noise(self) -> float:
         return math.exp(self._rng.gauss(0.0, NOISE))
 
-    def _change(self, change: Change, now: float) -> None:
+    def _change(self, change: WorldChange, now: float) -> None:
         if change.kind == "congest":
             self._rtt[list(change.servers)] = change.factor
         elif change.kind == "slow":

@@ -18,7 +18,7 @@ from prefixroute.plan import PetalsRates, Problem
 from .wan import Wan
 
 
-class Kind(NamedTuple):
+class ServerKind(NamedTuple):
     """A kind of server: memory, decode and prefill of a block, and what PETALS measures of it, a second."""
 
     memory_bytes: float
@@ -29,8 +29,8 @@ class Kind(NamedTuple):
     network: float
 
 
-LARGE = Kind(79.13e9, 3.2197, 32.99, 0.0743, 20829.38, 3020.37)
-SMALL = Kind(8.2e9, 16.2488, 206.3547, 0.1041, 2757.72, 3138.10)
+LARGE = ServerKind(79.13e9, 3.2197, 32.99, 0.0743, 20829.38, 3020.37)
+SMALL = ServerKind(8.2e9, 16.2488, 206.3547, 0.1041, 2757.72, 3138.10)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,13 @@ from prefixroute import UsageError
 
 from ..parallel import add_run_options
 from .schedule import Schedule, generate, parse, play
-from .shrink import Story, shrink
+from .shrink import FailureStory, shrink
 
 MAX_STORIES = 5
 """Stories told in full; each costs some hundred runs to shrink."""
 
 
-class Run(NamedTuple):
+class ScheduleRun(NamedTuple):
     """What one schedule came to."""
 
     seed: int
@@ -40,7 +40,7 @@ class Run(NamedTuple):
     quiet_rounds: float
 
 
-class Result(NamedTuple):
+class ReplicationResult(NamedTuple):
     """What all schedules came to. `violations` counts schedules that broke a rule."""
 
     schedules: int
@@ -62,7 +62,7 @@ class Result(NamedTuple):
         return {name: value for name, value in self._asdict().items() if name != "told"}
 
 
-def run_one(seed: int, steps: int) -> Run:
+def run_one(seed: int, steps: int) -> ScheduleRun:
     """Draw and run one schedule."""
     return _run(generate(seed, steps))
 
@@ -75,7 +75,7 @@ def run(
     *,
     stories: int = MAX_STORIES,
     progress: Callable[[int, int], None] | None = None,
-) -> Result:
+) -> ReplicationResult:
     """Run schedules with seeds `seed`, `seed + 1`, ...; shrink the first failures to stories. Raises `UsageError`."""
     if schedules < 1 or steps < 0 or workers < 1:
         raise UsageError("simulate needs schedules >= 1, steps >= 0 and workers >= 1")
@@ -90,22 +90,24 @@ def run(
     return _result(runs, failed[:stories], steps, seed, began)
 
 
-def replay(schedule: Schedule) -> Result:
+def replay(schedule: Schedule) -> ReplicationResult:
     """Run one schedule that was read from a file; if it fails, shrink it further."""
     began = time.perf_counter()
     done = _run(schedule)
     return _result([done], [schedule] if done.rule else [], len(schedule.steps), schedule.seed, began)
 
 
-def _run(schedule: Schedule) -> Run:
+def _run(schedule: Schedule) -> ScheduleRun:
     outcome = play(schedule)
     net, violation = outcome.network, outcome.violation
     rule, text = (violation.rule, str(violation)) if violation is not None else ("", "")
     sent = sum(net.sent_bytes.values())
-    return Run(schedule.seed, rule, text, net.deliveries, sent, round(net.now, 3), round(outcome.quiet_rounds, 1))
+    return ScheduleRun(
+        schedule.seed, rule, text, net.deliveries, sent, round(net.now, 3), round(outcome.quiet_rounds, 1)
+    )
 
 
-def _map(function: Callable[[int], Run], seeds: Iterable[int], workers: int) -> Iterator[Run]:
+def _map(function: Callable[[int], ScheduleRun], seeds: Iterable[int], workers: int) -> Iterator[ScheduleRun]:
     if workers == 1:
         yield from map(function, seeds)
         return
@@ -113,13 +115,13 @@ def _map(function: Callable[[int], Run], seeds: Iterable[int], workers: int) -> 
         yield from pool.imap_unordered(function, seeds, chunksize=4)
 
 
-def _result(runs: list[Run], failed: list[Schedule], steps: int, seed: int, began: float) -> Result:
-    told: list[Story] = [shrink(schedule, play(schedule)) for schedule in failed]
+def _result(runs: list[ScheduleRun], failed: list[Schedule], steps: int, seed: int, began: float) -> ReplicationResult:
+    told: list[FailureStory] = [shrink(schedule, play(schedule)) for schedule in failed]
     rules: dict[str, int] = {}
     for one in runs:
         if one.rule:
             rules[one.rule] = rules.get(one.rule, 0) + 1
-    return Result(
+    return ReplicationResult(
         len(runs),
         steps,
         seed,
@@ -186,7 +188,7 @@ class _Progress:
         print(f"{head}{done} of {self._total} schedules, {failed} failed", end=end, file=sys.stderr, flush=True)
 
 
-def _summary(result: Result) -> str:
+def _summary(result: ReplicationResult) -> str:
     lines = [*result.told]
     lines += [f"seed {failed['seed']}: {failed['violation']}" for failed in result.failed[len(result.told) :]]
     lines.append(

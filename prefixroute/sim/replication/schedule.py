@@ -57,7 +57,7 @@ class Schedule:
         return "\n".join([*lines, *map(str, self.steps)]) + "\n"
 
 
-class Outcome(NamedTuple):
+class ScheduleOutcome(NamedTuple):
     """How a schedule went. `step` is the index of the step during which the violation showed, `len(steps)` in quiet."""
 
     violation: Violation | None
@@ -184,7 +184,7 @@ def _text(value: object) -> str:
 # --- running -----------------------------------------------------------------------------------------------
 
 
-def play(schedule: Schedule, *, trace: bool = False, quiet: bool = True) -> Outcome:
+def play(schedule: Schedule, *, trace: bool = False, quiet: bool = True) -> ScheduleOutcome:
     """Run a schedule, then let it come to rest. Deterministic; a violation ends it and is returned, not raised."""
     times: list[float] = []
     world = None
@@ -203,5 +203,5 @@ def play(schedule: Schedule, *, trace: bool = False, quiet: bool = True) -> Outc
     except InvariantError as error:
         if world is None:
             raise
-        return Outcome(error.violation, len(times) - 1, world.net, times, rounds)
-    return Outcome(None, len(schedule.steps), world.net, times, rounds)
+        return ScheduleOutcome(error.violation, len(times) - 1, world.net, times, rounds)
+    return ScheduleOutcome(None, len(schedule.steps), world.net, times, rounds)

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from .oracle import Violation
-from .schedule import Outcome, Schedule, Step, play
+from .schedule import Schedule, ScheduleOutcome, Step, play
 
 MAX_RUNS = 400
 """Runs that shrinking one schedule may cost."""
 
 
-class Story(NamedTuple):
+class FailureStory(NamedTuple):
     """A short schedule that breaks a rule, when each of its steps came, and what happened last."""
 
     schedule: Schedule
@@ -46,7 +46,7 @@ class Story(NamedTuple):
         }
 
 
-def shrink(schedule: Schedule, outcome: Outcome, *, max_runs: int = MAX_RUNS) -> Story:
+def shrink(schedule: Schedule, outcome: ScheduleOutcome, *, max_runs: int = MAX_RUNS) -> FailureStory:
     """Make a story of a schedule that broke a rule. Costs up to `max_runs` runs of it."""
     if outcome.violation is None:
         raise ValueError("this schedule broke no rule")
@@ -56,7 +56,7 @@ def shrink(schedule: Schedule, outcome: Outcome, *, max_runs: int = MAX_RUNS) ->
 
 
 class _Search:
-    def __init__(self, schedule: Schedule, outcome: Outcome, max_runs: int) -> None:
+    def __init__(self, schedule: Schedule, outcome: ScheduleOutcome, max_runs: int) -> None:
         assert outcome.violation is not None
         self.rule = outcome.violation.rule
         self.left = max_runs
@@ -131,12 +131,12 @@ class _Search:
                 if self.breaks(_with(self.best, (*steps[:at], simpler, *steps[at + 1 :]))):
                     break
 
-    def story(self) -> Story:
+    def story(self) -> FailureStory:
         """Return what was found."""
         assert self.outcome.violation is not None
         last = tuple(map(str, self.outcome.network.recent()))
         times = tuple(self.outcome.times[: len(self.best.steps)])
-        return Story(self.best, self.outcome.violation, times, last, self.runs)
+        return FailureStory(self.best, self.outcome.violation, times, last, self.runs)
 
 
 _SIMPLER: dict[str, Callable[[tuple[Any, ...]], list[tuple[str, tuple[Any, ...]]]]] = {

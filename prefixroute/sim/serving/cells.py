@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from prefixroute import POLICIES, UsageError
 
-from .engine import BlockCache, Speed
-from .exact_knowledge import Exact
+from .engine import LruBlocks, Speed
+from .exact_knowledge import ExactKnowledge
 from .figures import Figures, figures, interval
-from .loop import Bare, Gossiping, Served, ServingSettings
-from .workloads import Trace, maker
+from .loop import Gossiping, ServedRequests, ServingSettings, Unrouted
+from .workloads import ArrivalTrace, maker
 
 DEFAULT = "rent" if "rent" in POLICIES else "greedy"
 """The policy that nodes have unless told otherwise."""
@@ -54,7 +54,7 @@ class CellSettings:
         if self.load <= 0 and self.rate <= 0:
             raise UsageError("a cell needs load > 0 or rate > 0")
 
-    def serving(self, trace: Trace) -> ServingSettings:
+    def serving(self, trace: ArrivalTrace) -> ServingSettings:
         """Return the settings of the fleet for a trace."""
         given: dict[str, Any] = {
             "nodes": self.nodes,
@@ -69,15 +69,15 @@ class CellSettings:
 class RunOf(NamedTuple):
     """One run of a cell, with the trace that it is of."""
 
-    served: Served
-    trace: Trace
+    served: ServedRequests
+    trace: ArrivalTrace
     figures: Figures
 
 
 @lru_cache(maxsize=24)
 def unit_trace(
     workload: str, options: tuple[tuple[str, Any], ...], rate: float, requests: int, origins: int, seed: int
-) -> Trace:
+) -> ArrivalTrace:
     """Return a trace of rate 1; those that change by the clock are made for `rate`."""
     return maker(workload, **dict(options))(rate, requests, origins, seed)
 
@@ -97,7 +97,7 @@ def _work_s(
     """Return the mean service time without routing. Without forwards it depends on the order of arrivals alone."""
     trace = unit_trace(workload, options, rate, requests, nodes, seed)
     block = trace.domain.block_size
-    caches = [BlockCache(int(capacity * trace.prefix_tokens / block), block, whole) for _ in range(nodes)]
+    caches = [LruBlocks(int(capacity * trace.prefix_tokens / block), block, whole) for _ in range(nodes)]
     total = 0.0
     for arrival in trace.arrivals:
         prompt = arrival.prompt
@@ -106,11 +106,11 @@ def _work_s(
     return total / len(trace.arrivals)
 
 
-def trace_of(cell: CellSettings, seed: int) -> Trace:
+def trace_of(cell: CellSettings, seed: int) -> ArrivalTrace:
     """Return the cell's trace at the rate that its load asks for."""
     rate, whole = cell.rate, bool(dict(cell.extra).get("whole_prompts", False))
 
-    def unit(rate: float) -> Trace:
+    def unit(rate: float) -> ArrivalTrace:
         told = rate if cell.workload == "rotate" else 1.0
         return unit_trace(cell.workload, cell.workload_options, told, cell.requests, cell.nodes, seed)
 
@@ -127,19 +127,19 @@ def trace_of(cell: CellSettings, seed: int) -> Trace:
     return unit(round(rate, 6)).at_rate(rate)
 
 
-def run_cell(cell: CellSettings, policy: str, seed: int, trace: Trace | None = None) -> RunOf:
+def run_cell(cell: CellSettings, policy: str, seed: int, trace: ArrivalTrace | None = None) -> RunOf:
     """Run one policy. Raises `UsageError` for a policy that is not known."""
     trace = trace or trace_of(cell, seed)
     settings = cell.serving(trace)
-    run: Bare
+    run: Unrouted
     if policy == "none":
-        run = Bare(trace, settings, seed)
+        run = Unrouted(trace, settings, seed)
     elif policy == "exact":
-        run = Exact(trace, settings, seed, POLICIES[DEFAULT])
+        run = ExactKnowledge(trace, settings, seed, POLICIES[DEFAULT])
     elif policy == "central":
-        run = Exact(trace, replace(settings, delay_s=0.0), seed, POLICIES["greedy"])
+        run = ExactKnowledge(trace, replace(settings, delay_s=0.0), seed, POLICIES["greedy"])
     elif policy.startswith("exact-") and policy[6:] in POLICIES:
-        run = Exact(trace, settings, seed, POLICIES[policy[6:]])
+        run = ExactKnowledge(trace, settings, seed, POLICIES[policy[6:]])
     elif policy in POLICIES:
         run = Gossiping(trace, settings, seed, POLICIES[policy])
     else:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from prefixroute import BlocksRemoved, BlocksStored, EngineBatch, UsageError
 
-from .workloads import Prompt
+from .workloads import SimulatedPrompt
 
 AGE_WEIGHT = 0.1
 """Weight of the newest eviction in the mean idle age of what is evicted."""
@@ -31,7 +31,7 @@ class Admission(NamedTuple):
     batch: EngineBatch | None
 
 
-class BlockCache:
+class LruBlocks:
     """LRU over blocks, `capacity` of them. With `whole`, prompts go as a whole, as the paper's model has it."""
 
     __slots__ = ("_held", "_roots", "block_tokens", "capacity", "eviction_age_s", "whole")
@@ -53,7 +53,7 @@ class BlockCache:
         """Tokens that fit without an eviction."""
         return max(0, self.capacity - len(self._held)) * self.block_tokens
 
-    def held(self, prompt: Prompt) -> int:
+    def held(self, prompt: SimulatedPrompt) -> int:
         """Return how many leading blocks of a prompt are held. O(log blocks)."""
         blocks, held = prompt.blocks, self._held
         low, high = 0, len(blocks)
@@ -65,7 +65,7 @@ class BlockCache:
                 high = middle
         return low
 
-    def admit(self, prompt: Prompt, now: float) -> Admission:
+    def admit(self, prompt: SimulatedPrompt, now: float) -> Admission:
         """Look a prompt up, touch it, store what is missing, evict. O(blocks)."""
         blocks, held, size = prompt.blocks, self._held, self.block_tokens
         hit = self.held(prompt)
@@ -233,14 +233,14 @@ class BatchServer:
         self._plan(now + took, self._step, ending)
 
 
-class Engine:
+class ServingEngine:
     """A cache and a server; `life` counts how often it began anew."""
 
     __slots__ = ("_make", "cache", "life", "server")
 
     def __init__(
         self,
-        cache: BlockCache,
+        cache: LruBlocks,
         speed: Speed,
         plan: Schedule,
         done: Callable[[Any, float], None],

@@ -30,8 +30,8 @@ from prefixroute import (
     Request,
 )
 
-from .loop import Attempt, Bare, Job, MakePolicy, ServingSettings
-from .workloads import Trace
+from .loop import Attempt, Job, MakePolicy, ServingSettings, Unrouted
+from .workloads import ArrivalTrace
 
 ARRIVALS_S = 30.0
 """Time in which an arrival is worth a third, as nodes have it."""
@@ -45,10 +45,10 @@ class Flying(NamedTuple):
     blocks: tuple[int, ...]
 
 
-class Exact(Bare):
+class ExactKnowledge(Unrouted):
     """A run in which every origin knows all caches and queues as they are."""
 
-    def __init__(self, trace: Trace, settings: ServingSettings, seed: int, make_policy: MakePolicy) -> None:
+    def __init__(self, trace: ArrivalTrace, settings: ServingSettings, seed: int, make_policy: MakePolicy) -> None:
         super().__init__(trace, settings, seed)
         quiet = NodeSettings(outcome_timeout_s=2 * settings.timeout_s, push_back=settings.push_back)
         self._oracle = Node(

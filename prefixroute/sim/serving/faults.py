@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from prefixroute import BlocksRemoved, BlocksStored, EngineBatch, LoadReport, Outcome, StreamRestarted, UsageError
 
-from .loop import Attempt, Gossiping, Job, MakePolicy, Served, ServingSettings
-from .workloads import Trace
+from .loop import Attempt, Gossiping, Job, MakePolicy, ServedRequests, ServingSettings
+from .workloads import ArrivalTrace
 
 KINDS = ("crash", "silent", "refuse", "hide_load", "claim_all", "cold", "slow")
 
@@ -71,7 +71,7 @@ class Faulty(Gossiping):
     """A run with faults. `answers[i]` lists the answers that the client of request i took: one, if all is well."""
 
     def __init__(
-        self, trace: Trace, settings: ServingSettings, seed: int, make_policy: MakePolicy, faults: FaultSettings
+        self, trace: ArrivalTrace, settings: ServingSettings, seed: int, make_policy: MakePolicy, faults: FaultSettings
     ) -> None:
         super().__init__(trace, settings, seed, make_policy)
         self.faults = faults
@@ -216,7 +216,7 @@ class Faulty(Gossiping):
         super()._reply(came, now)
 
 
-def served_once(run: Faulty, served: Served) -> bool:
+def served_once(run: Faulty, served: ServedRequests) -> bool:
     """Whether every request has exactly one answer, and the right one."""
     expected = [[answer(arrival.prompt.tokens)] for arrival in run.trace.arrivals]
     return run.answers == expected and served.counts["answered"] == len(expected)

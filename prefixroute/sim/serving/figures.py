@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .loop import Served
-from .workloads import Trace
+from .loop import ServedRequests
+from .workloads import ArrivalTrace
 
 # Two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom; beyond, the normal one is near enough.
 _T95 = (
@@ -44,7 +44,7 @@ class Interval(NamedTuple):
     half: float
 
 
-def figures(served: Served, trace: Trace) -> Figures:
+def figures(served: ServedRequests, trace: ArrivalTrace) -> Figures:
     """Return the figures of a run over `trace`."""
     n = len(served.latency_s)
     ordered = sorted(served.latency_s)

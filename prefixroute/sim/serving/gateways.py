@@ -29,8 +29,8 @@ from prefixroute import POLICIES, LoadReport, Node, NodeSettings, Outcome, Usage
 from ..clock import Agenda
 from ..parallel import Progress, add_run_options, check_writable, run_all, write_json
 from .cells import DEFAULT
-from .engine import BlockCache, Engine, Speed
-from .workloads import Arrival, SessionShape, Trace, session_arrivals, simulated_domain
+from .engine import LruBlocks, ServingEngine, Speed
+from .workloads import Arrival, ArrivalTrace, SessionShape, session_arrivals, simulated_domain
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ CASES = {
 }
 
 
-class Way:
+class GatewayRequest:
     """A request on its way: from which gateway, and what the gateway decided."""
 
     __slots__ = ("arrival", "cached", "decision", "engine", "follows", "gateway", "sent_at")
@@ -91,18 +91,18 @@ class Way:
 class GatewayRun:
     """One run. `hit_rate` is the outcome."""
 
-    def __init__(self, trace: Trace, settings: GatewaySettings, seed: int) -> None:
+    def __init__(self, trace: ArrivalTrace, settings: GatewaySettings, seed: int) -> None:
         self.settings = settings
         self.trace = trace
         self.rng = random.Random(f"{seed}/gateways")
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, ServingEngine] = {}
         self.owner: dict[str, Node] = {}
         self.nodes: dict[str, Node] = {}
         self.counts: Counter[str] = Counter()
         self.latency_s: list[float] = []
         self.sent: Counter[str] = Counter()
         """Requests that reached each endpoint."""
-        self._guesses: dict[str, BlockCache] = {}
+        self._guesses: dict[str, LruBlocks] = {}
         self._due: dict[str, float] = {}
         self._agenda = Agenda()
         self.plan = self._agenda.plan
@@ -152,12 +152,12 @@ class GatewayRun:
     def _endpoint(self, host: Node, name: str, now: float) -> None:
         settings = self.settings
         endpoint = self._own(host, name, now)
-        self.engines[endpoint] = Engine(self._cache(), settings.speed, self.plan, self._first_token)
+        self.engines[endpoint] = ServingEngine(self._cache(), settings.speed, self.plan, self._first_token)
         self.owner[endpoint] = host
 
-    def _cache(self) -> BlockCache:
+    def _cache(self) -> LruBlocks:
         block = self.trace.domain.block_size
-        return BlockCache(self.settings.capacity_tokens // block, block)
+        return LruBlocks(self.settings.capacity_tokens // block, block)
 
     def _own(self, node: Node, name: str, now: float) -> str:
         endpoint = node.add_endpoint(name, incarnation=1, now=now)
@@ -187,7 +187,7 @@ class GatewayRun:
         """Run until every request is answered."""
         seen: set[int] = set()
         for arrival in self.trace.arrivals:
-            way = Way(arrival, arrival.origin % self.settings.gateways, arrival.topic in seen)
+            way = GatewayRequest(arrival, arrival.origin % self.settings.gateways, arrival.topic in seen)
             seen.add(arrival.topic)
             self.plan(arrival.at, self._arrive, way)
         if self.settings.churn:
@@ -212,17 +212,17 @@ class GatewayRun:
 
     # --- requests ------------------------------------------------------------------------------------------
 
-    def _arrive(self, way: Way, now: float) -> None:
+    def _arrive(self, way: GatewayRequest, now: float) -> None:
         gateway = self.gateways[way.gateway]
         way.decision = gateway.route(way.arrival.prompt.chain, now)
         self._send(way, way.decision.target, now)
 
-    def _send(self, way: Way, endpoint: str, now: float) -> None:
+    def _send(self, way: GatewayRequest, endpoint: str, now: float) -> None:
         way.sent_at = now
         way.engine = endpoint if self.settings.gossips else endpoint.partition("/")[2].replace("-", "/")
         self.plan(now + self.settings.delay_s, self._reach, way)
 
-    def _reach(self, way: Way, now: float) -> None:
+    def _reach(self, way: GatewayRequest, now: float) -> None:
         engine = self.engines.get(way.engine)
         if engine is None:
             self.plan(now + self.settings.delay_s, self._gone, way)
@@ -239,7 +239,7 @@ class GatewayRun:
         engine.server.take(way, prompt.chain.n_tokens - way.cached, now)
         self._probe(way.engine, now)
 
-    def _gone(self, way: Way, now: float) -> None:
+    def _gone(self, way: GatewayRequest, now: float) -> None:
         self.counts["failed"] += 1
         following = self.gateways[way.gateway].report(way.decision, Outcome.failed("connection refused"), now)
         if following is None:
@@ -252,14 +252,14 @@ class GatewayRun:
             queued = round(self.engines[endpoint].server.wait_s(now) / self.settings.speed.token_s)
             self.owner[endpoint].set_load(endpoint, self._load(queued), now)
 
-    def _first_token(self, way: Way, now: float) -> None:
+    def _first_token(self, way: GatewayRequest, now: float) -> None:
         self._probe(way.engine, now)
         load = None
         if self.settings.gossips and way.engine in self.engines:
             load = self.owner[way.engine].load(way.engine, now)
         self.plan(now + self.settings.delay_s, self._reply, (way, load))
 
-    def _reply(self, came: tuple[Way, LoadReport | None], now: float) -> None:
+    def _reply(self, came: tuple[GatewayRequest, LoadReport | None], now: float) -> None:
         way, load = came
         gateway, decision = self.gateways[way.gateway], way.decision
         gateway.report(decision, Outcome.served(way.cached, now - way.sent_at, load), now)

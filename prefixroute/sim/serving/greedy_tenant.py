@@ -30,8 +30,8 @@ from prefixroute import POLICIES, Decision, Domain, Entry, FairQueue, FairSettin
 from ..parallel import Progress, add_run_options, check_writable, run_all, write_json
 from .cells import DEFAULT
 from .engine import Speed
-from .loop import Attempt, Gossiping, Job, MakePolicy, Served, ServingSettings
-from .workloads import Arrival, Prompt, Trace, random_words
+from .loop import Attempt, Gossiping, Job, MakePolicy, ServedRequests, ServingSettings
+from .workloads import Arrival, ArrivalTrace, SimulatedPrompt, random_words
 
 GREEDY = 0
 """The greedy tenant's number; the light ones follow."""
@@ -98,7 +98,7 @@ def names_of(settings: TenantsSettings) -> list[str]:
     return ["greedy", *(f"light-{i}" for i in range(1, settings.light + 1))]
 
 
-def trace_of(settings: TenantsSettings, seed: int) -> Trace:
+def trace_of(settings: TenantsSettings, seed: int) -> ArrivalTrace:
     """Return all requests; an arrival's topic is its tenant's number."""
     rng = random.Random(f"{seed}/tenants")
     domain = Domain("simulated", "simulated", secret=b"simulated")
@@ -125,13 +125,15 @@ def trace_of(settings: TenantsSettings, seed: int) -> Trace:
             tokens = memoryview(packed).cast("I")
             chain = kitchen.chain(tokens, namespace=tenants.namespace(names[who]))
             shared = lengths[who][which] // domain.block_size
-            arrivals.append(Arrival(at, rng.randrange(settings.nodes), who, Prompt(chain, tokens, shared, chain.depth)))
+            arrivals.append(
+                Arrival(at, rng.randrange(settings.nodes), who, SimulatedPrompt(chain, tokens, shared, chain.depth))
+            )
             at += rng.expovariate(rate)
 
     draw(light_rate, partial(rng.randrange, 1, settings.light + 1), tail)
     draw(greedy_rate, lambda: GREEDY, settings.greedy_tail_tokens)
     arrivals.sort(key=lambda arrival: arrival.at)
-    return Trace("tenants", tuple(arrivals), sum(map(sum, lengths)), domain)
+    return ArrivalTrace("tenants", tuple(arrivals), sum(map(sum, lengths)), domain)
 
 
 class Tenanted(Gossiping):
@@ -139,7 +141,7 @@ class Tenanted(Gossiping):
 
     def __init__(
         self,
-        trace: Trace,
+        trace: ArrivalTrace,
         settings: ServingSettings,
         seed: int,
         make_policy: MakePolicy,
@@ -187,7 +189,7 @@ class Tenanted(Gossiping):
             super().serve(attempt, now)
 
 
-class Part(NamedTuple):
+class TenantFigures(NamedTuple):
     """How some tenants' requests fared, over all seeds: times to the first token in seconds, share of tokens cached."""
 
     requests: int
@@ -197,7 +199,7 @@ class Part(NamedTuple):
     token_hit: float
 
 
-class Found(NamedTuple):
+class TenantRequests(NamedTuple):
     """What one run tells of each request of some tenants: its time, its tokens, those that were cached."""
 
     latency_s: list[float]
@@ -205,33 +207,35 @@ class Found(NamedTuple):
     cached: int
 
 
-class Row(NamedTuple):
+class TenantRun(NamedTuple):
     """One run: the light tenants, the greedy one, and how it went over all. `span_s` is until the last answer."""
 
-    light: Found
-    greedy: Found
+    light: TenantRequests
+    greedy: TenantRequests
     span_s: float
     forwards: int
     declined: int
     most_held: int
 
 
-def _found(served: Served, trace: Trace, greedy: bool) -> Found:
+def _found(served: ServedRequests, trace: ArrivalTrace, greedy: bool) -> TenantRequests:
     mine = [i for i, arrival in enumerate(trace.arrivals) if (arrival.topic == GREEDY) is greedy]
     tokens = sum(trace.arrivals[i].prompt.chain.n_tokens for i in mine)
-    return Found([served.latency_s[i] for i in mine], tokens, sum(served.cached[i] for i in mine))
+    return TenantRequests([served.latency_s[i] for i in mine], tokens, sum(served.cached[i] for i in mine))
 
 
-def part_of(found: Sequence[Found]) -> Part:
+def part_of(found: Sequence[TenantRequests]) -> TenantFigures:
     """Return the figures of some runs together."""
     times = sorted(time for one in found for time in one.latency_s)
     n, tokens = len(times), sum(one.tokens for one in found)
     if not n:
-        return Part(0, 0.0, 0.0, 0.0, 0.0)
-    return Part(n, sum(times) / n, times[n // 2], times[int(0.99 * n)], sum(one.cached for one in found) / tokens)
+        return TenantFigures(0, 0.0, 0.0, 0.0, 0.0)
+    return TenantFigures(
+        n, sum(times) / n, times[n // 2], times[int(0.99 * n)], sum(one.cached for one in found) / tokens
+    )
 
 
-def run_case(settings: TenantsSettings, case: str, seed: int) -> Row:
+def run_case(settings: TenantsSettings, case: str, seed: int) -> TenantRun:
     """Run one row once."""
     trace = trace_of(settings, seed)
     if case == "alone":
@@ -241,13 +245,13 @@ def run_case(settings: TenantsSettings, case: str, seed: int) -> Row:
     served = run.run()
     counts = served.counts
     light, greedy = _found(served, trace, False), _found(served, trace, True)
-    return Row(light, greedy, served.virtual_s, counts["forwards"], counts["declined"], run.most_held)
+    return TenantRun(light, greedy, served.virtual_s, counts["forwards"], counts["declined"], run.most_held)
 
 
 # --- the command -------------------------------------------------------------------------------------------
 
 
-def _run(task: tuple[TenantsSettings, str, int]) -> Row:
+def _run(task: tuple[TenantsSettings, str, int]) -> TenantRun:
     return run_case(*task)
 
 
@@ -290,7 +294,7 @@ class Bar(NamedTuple):
         return self.value >= self.bar if self.least else self.value <= self.bar
 
 
-def _bars(settings: TenantsSettings, light: dict[str, Part], rows: dict[str, list[Row]]) -> list[Bar]:
+def _bars(settings: TenantsSettings, light: dict[str, TenantFigures], rows: dict[str, list[TenantRun]]) -> list[Bar]:
     full_s = settings.full_window_s
     spans = {case: sum(row.span_s for row in mine) for case, mine in rows.items()}
     hits = {case: part_of([part for row in mine for part in (row.light, row.greedy)]) for case, mine in rows.items()}
@@ -321,7 +325,7 @@ def _bars(settings: TenantsSettings, light: dict[str, Part], rows: dict[str, lis
     ]
 
 
-def _rounded(part: Part) -> dict[str, float]:
+def _rounded(part: TenantFigures) -> dict[str, float]:
     return {name: round(value, 4) for name, value in part._asdict().items()}
 
 

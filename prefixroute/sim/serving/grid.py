@@ -37,7 +37,7 @@ POLICIES = tuple(dict.fromkeys((*OTHERS, DEFAULT, "exact")))
 FIRST_SEED = 101
 
 
-class Row(NamedTuple):
+class CellRatios(NamedTuple):
     """The default rule in one cell: its ratios to no routing, and its mean against the best other policy's."""
 
     mean: float
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     regret: float
 
 
-BARS: tuple[tuple[str, Callable[[Row], bool]], ...] = (
+BARS: tuple[tuple[str, Callable[[CellRatios], bool]], ...] = (
     ("mean against no routing above 1.01", lambda row: row.mean > 1.01),
     ("p99 against no routing above 1.05", lambda row: row.p99 > 1.05),
     ("more than 1.05 of the best other policy", lambda row: row.regret > 1.05),
@@ -53,7 +53,7 @@ BARS: tuple[tuple[str, Callable[[Row], bool]], ...] = (
 """What each cell is held against."""
 
 
-class Size(NamedTuple):
+class GridSize(NamedTuple):
     """How much of the grid is run: cells (0: all), of them with moving workloads, requests and seeds of each."""
 
     cells: int
@@ -62,7 +62,7 @@ class Size(NamedTuple):
     seeds: int
 
 
-QUICK, NORMAL, FULL = Size(60, 12, 800, 1), Size(300, 60, 1200, 3), Size(0, 60, 2500, 3)
+QUICK, NORMAL, FULL = GridSize(60, 12, 800, 1), GridSize(300, 60, 1200, 3), GridSize(0, 60, 2500, 3)
 
 
 def all_cells(requests: int) -> list[CellSettings]:
@@ -87,7 +87,7 @@ def sample(n: int, workloads: Sequence[str], requests: int, rng: random.Random) 
     return list(found)
 
 
-def cells_of(size: Size, seed: int) -> list[CellSettings]:
+def cells_of(size: GridSize, seed: int) -> list[CellSettings]:
     """Return the cells of a run, those with common traces beside each other."""
     rng = random.Random(f"{seed}/sample")
     still = sample(size.cells - size.moving, WORKLOADS, size.requests, rng) if size.cells else all_cells(size.requests)
@@ -130,11 +130,11 @@ def _row(settings: CellSettings, seeds: Sequence[int], found: dict[str, dict[str
     return row
 
 
-def judged(row: dict[str, Any]) -> Row:
+def judged(row: dict[str, Any]) -> CellRatios:
     """Return what a cell says of the default rule."""
     ratios = row["mean_ratio"]
     best = min(ratios[name] for name in ratios if name in OTHERS)
-    return Row(ratios[DEFAULT], row["p99_ratio"][DEFAULT], ratios[DEFAULT] / best)
+    return CellRatios(ratios[DEFAULT], row["p99_ratio"][DEFAULT], ratios[DEFAULT] / best)
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ Rules:
 4. A request is answered once: later answers to the same request are counted as late and change nothing.
 5. Nodes gossip from some rounds before the first request, so that they know each other; their caches are empty.
 
-`Bare` is the common part and serves where requests arrive, without any node: no routing. `Gossiping` routes by real
-nodes that gossip; `exact.Exact` routes by the same policies on exact knowledge.
+`Unrouted` is the common part and serves where requests arrive, without any node: no routing. `Gossiping` routes by real
+nodes that gossip; `ExactKnowledge` routes by the same policies on exact knowledge.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from prefixroute import (
 )
 
 from ..clock import Agenda
-from .engine import BlockCache, Engine, Speed
-from .workloads import Arrival, Trace
+from .engine import LruBlocks, ServingEngine, Speed
+from .workloads import Arrival, ArrivalTrace
 
 MakePolicy = Callable[[], Policy]
 
@@ -149,7 +149,7 @@ class Attempt:
         self.decision: Decision | None = None
 
 
-class Served:
+class ServedRequests:
     """How the requests of a run fared, by their number: `latency_s` is to the first token as the origin sees it."""
 
     __slots__ = ("cached", "counts", "forwards", "hits", "latency_s", "server", "virtual_s")
@@ -166,22 +166,22 @@ class Served:
         self.virtual_s = 0.0
 
 
-class Bare:
+class Unrouted:
     """A run that serves every request where it arrives; the base of those that route."""
 
-    def __init__(self, trace: Trace, settings: ServingSettings, seed: int) -> None:
+    def __init__(self, trace: ArrivalTrace, settings: ServingSettings, seed: int) -> None:
         self.trace = trace
         self.settings = settings
         self.rng = random.Random(f"{seed}/serving")
-        self.served = Served(len(trace.arrivals))
+        self.served = ServedRequests(len(trace.arrivals))
         self._agenda = Agenda()
         self.plan = self._agenda.plan
         """`plan(at, what, argument)` lets `what(argument, now)` happen at `at`."""
         self._left = len(trace.arrivals)
         block = trace.domain.block_size
         self.engines = [
-            Engine(
-                BlockCache(int(settings.capacity_tokens / block), block, settings.whole_prompts),
+            ServingEngine(
+                LruBlocks(int(settings.capacity_tokens / block), block, settings.whole_prompts),
                 settings.speed_of(i),
                 self.plan,
                 self._first_token,
@@ -189,7 +189,7 @@ class Bare:
             for i in range(settings.nodes)
         ]
 
-    def run(self) -> Served:
+    def run(self) -> ServedRequests:
         """Run until every request is answered."""
         for i, arrival in enumerate(self.trace.arrivals):
             self.plan(arrival.at, self._arrive, Job(i, arrival, arrival.origin % self.settings.nodes))
@@ -278,10 +278,10 @@ class Bare:
         served.counts["answered"] += 1
 
 
-class Gossiping(Bare):
+class Gossiping(Unrouted):
     """A run over real nodes that gossip; each has a policy of its own, made by `make_policy`."""
 
-    def __init__(self, trace: Trace, settings: ServingSettings, seed: int, make_policy: MakePolicy) -> None:
+    def __init__(self, trace: ArrivalTrace, settings: ServingSettings, seed: int, make_policy: MakePolicy) -> None:
         super().__init__(trace, settings, seed)
         self.make_policy = make_policy
         self.nodes: list[Node] = []

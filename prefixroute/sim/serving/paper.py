@@ -25,7 +25,7 @@ from .cells import DEFAULT, CellSettings, run_cell, trace_of
 from .engine import Speed
 from .faults import Fault, FaultSettings, Faulty, served_once
 from .figures import Figures, interval
-from .workloads import Trace
+from .workloads import ArrivalTrace
 
 SILENT = PushBackSettings(enter_s=1e9, leave_s=1e8)
 PUSHING = PushBackSettings(enter_s=1.0, leave_s=0.5, ttl_s=2.0)
@@ -35,7 +35,7 @@ WINDOW, SPECIALISED, SPREAD = 10, 0.9, 0.6
 """A topic is specialised when one node has 0.9 of its last ten requests; it has spread when nobody has above 0.6."""
 
 
-class Case(NamedTuple):
+class PaperCase(NamedTuple):
     """A configuration with a workload and a delay."""
 
     configuration: str
@@ -64,7 +64,7 @@ class Case(NamedTuple):
         )
 
 
-class Configuration(NamedTuple):
+class PaperFleet(NamedTuple):
     """A fleet of four nodes: speed, unique tokens of a prompt, cache share, requests a second, round of gossip."""
 
     speed: Speed
@@ -76,56 +76,56 @@ class Configuration(NamedTuple):
 
 
 CONFIGURATIONS = {
-    "A": Configuration(Speed(0.19, 0.00017), 60, 0.05, 1.5, 2.0, 3000),
-    "B": Configuration(Speed(0.10, 0.0003), 100, 0.05, 2.0, 5.0, 3000),
-    "G": Configuration(Speed(0.10, 0.001), 100, 0.5, 4.0, 1.0, 4000),
+    "A": PaperFleet(Speed(0.19, 0.00017), 60, 0.05, 1.5, 2.0, 3000),
+    "B": PaperFleet(Speed(0.10, 0.0003), 100, 0.05, 2.0, 5.0, 3000),
+    "G": PaperFleet(Speed(0.10, 0.001), 100, 0.5, 4.0, 1.0, 4000),
 }
 
 
-class Row(NamedTuple):
+class PaperRow(NamedTuple):
     """What a row compares: a figure of `case` by `value`, over the runs of `policies` (and always of `none`)."""
 
     id: str
     what: str
-    case: Case
-    value: Callable[[dict[str, list[Run]]], float]
+    case: PaperCase
+    value: Callable[[dict[str, list[PaperRun]]], float]
     target: float
     tolerance: float | str
     policies: tuple[str, ...] = ("longest",)
 
 
-class Run(NamedTuple):
+class PaperRun(NamedTuple):
     """One run: its figures, and the cycles of the three most popular topics."""
 
     figures: Figures
     cycles: tuple[int, int, int]
 
 
-Runs = dict[str, list[Run]]
+PaperRuns = dict[str, list[PaperRun]]
 
 
-def _ratio(policy: str = "longest") -> Callable[[Runs], float]:
+def _ratio(policy: str = "longest") -> Callable[[PaperRuns], float]:
     return lambda runs: interval(_ratios(runs, policy)).mean
 
 
-def _ratios(runs: Runs, policy: str) -> list[float]:
+def _ratios(runs: PaperRuns, policy: str) -> list[float]:
     return [a.figures.mean_s / b.figures.mean_s for a, b in zip(runs[policy], runs["none"], strict=True)]
 
 
-def _mean(policy: str, name: str) -> Callable[[Runs], float]:
+def _mean(policy: str, name: str) -> Callable[[PaperRuns], float]:
     return lambda runs: interval([getattr(run.figures, name) for run in runs[policy]]).mean
 
 
-def _most(policy: str, name: str) -> Callable[[Runs], float]:
+def _most(policy: str, name: str) -> Callable[[PaperRuns], float]:
     return lambda runs: max(getattr(run.figures, name) for run in runs[policy])
 
 
-def _gain(policy: str, name: str) -> Callable[[Runs], float]:
+def _gain(policy: str, name: str) -> Callable[[PaperRuns], float]:
     return lambda runs: 100 * (_mean(policy, name)(runs) - _mean("none", name)(runs))
 
 
-def _cycles(policy: str, pick: Callable[[Sequence[float]], float]) -> Callable[[Runs], float]:
-    def value(runs: Runs) -> float:
+def _cycles(policy: str, pick: Callable[[Sequence[float]], float]) -> Callable[[PaperRuns], float]:
+    def value(runs: PaperRuns) -> float:
         return pick([interval([run.cycles[topic] for run in runs[policy]]).mean for topic in range(3)])
 
     return value
@@ -133,96 +133,105 @@ def _cycles(policy: str, pick: Callable[[Sequence[float]], float]) -> Callable[[
 
 A, B, G = "A", "B", "G"
 ROWS = (
-    Row("R1", "uniform topics, 2 ms: mean, longest match to none (A)", Case(A, "uniform"), _ratio(), 0.960, 0.03),
-    Row("R1b", "the same in B", Case(B, "uniform"), _ratio(), 0.960, 0.03),
-    Row(
+    PaperRow(
+        "R1", "uniform topics, 2 ms: mean, longest match to none (A)", PaperCase(A, "uniform"), _ratio(), 0.960, 0.03
+    ),
+    PaperRow("R1b", "the same in B", PaperCase(B, "uniform"), _ratio(), 0.960, 0.03),
+    PaperRow(
         "R2",
         "skewed topics, 2 ms: longest match to none (B, Zipf 1.5)",
-        Case(B, "zipf1.5"),
+        PaperCase(B, "zipf1.5"),
         _ratio(),
         0.774,
         0.05,
     ),
-    Row("R2b", "the same in B with Zipf 2", Case(B, "zipf2"), _ratio(), 0.774, 0.05),
-    Row(
+    PaperRow("R2b", "the same in B with Zipf 2", PaperCase(B, "zipf2"), _ratio(), 0.774, 0.05),
+    PaperRow(
         "R3",
         "skewed topics: points of request hits gained (A, 8 % caches, Zipf 2.2)",
-        Case(A, "zipf2.2", capacity=0.08),
+        PaperCase(A, "zipf2.2", capacity=0.08),
         _gain("longest", "request_hit"),
         3.0,
         "at least",
     ),
-    Row(
+    PaperRow(
         "R3b",
         "request hits without routing there",
-        Case(A, "zipf2.2", capacity=0.08),
+        PaperCase(A, "zipf2.2", capacity=0.08),
         _mean("none", "request_hit"),
         0.85,
         0.05,
     ),
-    Row("R4", "200 ms: mean, longest match to none (A, uniform)", Case(A, "uniform", 0.2), _ratio(), 1.05, "at least"),
-    Row("R4b", "1000 ms: the same", Case(A, "uniform", 1.0), _ratio(), 1.5, "at least"),
-    Row("R4c", "200 ms, skewed (B, Zipf 1.5)", Case(B, "zipf1.5", 0.2), _ratio(), 1.05, "at least"),
-    Row("R4d", "1000 ms, skewed", Case(B, "zipf1.5", 1.0), _ratio(), 1.5, "at least"),
-    Row(
+    PaperRow(
+        "R4",
+        "200 ms: mean, longest match to none (A, uniform)",
+        PaperCase(A, "uniform", 0.2),
+        _ratio(),
+        1.05,
+        "at least",
+    ),
+    PaperRow("R4b", "1000 ms: the same", PaperCase(A, "uniform", 1.0), _ratio(), 1.5, "at least"),
+    PaperRow("R4c", "200 ms, skewed (B, Zipf 1.5)", PaperCase(B, "zipf1.5", 0.2), _ratio(), 1.05, "at least"),
+    PaperRow("R4d", "1000 ms, skewed", PaperCase(B, "zipf1.5", 1.0), _ratio(), 1.5, "at least"),
+    PaperRow(
         "R4e",
         "1000 ms, skewed: default rule",
-        Case(B, "zipf1.5", 1.0),
+        PaperCase(B, "zipf1.5", 1.0),
         _ratio(DEFAULT),
         1.01,
         "at most",
         (DEFAULT,),
     ),
-    Row(
+    PaperRow(
         "R5",
         "hottest node's share, longest match, highest of all seeds (A, Zipf 2.5, gossip 10 s)",
-        Case(A, "zipf2.5", gossip_s=10.0),
+        PaperCase(A, "zipf2.5", gossip_s=10.0),
         _most("longest", "hottest"),
         0.55,
         "at least",
     ),
-    Row(
+    PaperRow(
         "R5b",
         "hottest share with push-back, where queues are long, highest of all seeds (G, Zipf 2, 4/s)",
-        Case(G, "zipf2", push_back=True),
+        PaperCase(G, "zipf2", push_back=True),
         _most("longest", "hottest"),
         0.5,
         "at most",
     ),
-    Row(
+    PaperRow(
         "R5c",
         "the same without push-back",
-        Case(G, "zipf2"),
+        PaperCase(G, "zipf2"),
         _most("longest", "hottest"),
         0.5,
         "at least",
     ),
-    Row(
+    PaperRow(
         "R5d",
         "hottest share, longest match, highest of all seeds (G, Zipf 2, 1/s)",
-        Case(G, "zipf2", rate=1.0),
+        PaperCase(G, "zipf2", rate=1.0),
         _most("longest", "hottest"),
         0.65,
         "at least",
     ),
-    Row(
+    PaperRow(
         "R5e",
         "hottest share there, the default rule",
-        Case(G, "zipf2", rate=1.0),
+        PaperCase(G, "zipf2", rate=1.0),
         _most(DEFAULT, "hottest"),
         0.45,
         "at most",
         (DEFAULT,),
     ),
-    Row(
+    PaperRow(
         "R6",
         "cycles of specialisation and eviction, longest match, least of the top three topics (A, Zipf 1.7)",
-        Case(A, "zipf1.7"),
+        PaperCase(A, "zipf1.7"),
         _cycles("longest", min),
         2.5,
         "at least",
     ),
-    Row("R6b", "the same without routing, most", Case(A, "zipf1.7"), _cycles("none", max), 1.0, "below"),
+    PaperRow("R6b", "the same without routing, most", PaperCase(A, "zipf1.7"), _cycles("none", max), 1.0, "below"),
 )
 
 
@@ -240,7 +249,9 @@ def passes(value: float, target: float, tolerance: float | str) -> bool:
 # --- cycles ------------------------------------------------------------------------------------------------
 
 
-def shares_over_time(servers: Sequence[int], trace: Trace, topic: int, nodes: int) -> list[tuple[float, list[float]]]:
+def shares_over_time(
+    servers: Sequence[int], trace: ArrivalTrace, topic: int, nodes: int
+) -> list[tuple[float, list[float]]]:
     """Return (time, share of each node in the last ten requests of a topic), one entry a request of it."""
     window: deque[int] = deque(maxlen=WINDOW)
     found = []
@@ -252,7 +263,7 @@ def shares_over_time(servers: Sequence[int], trace: Trace, topic: int, nodes: in
     return found
 
 
-def cycles(servers: Sequence[int], trace: Trace, topic: int, nodes: int) -> int:
+def cycles(servers: Sequence[int], trace: ArrivalTrace, topic: int, nodes: int) -> int:
     """Count how often a topic was specialised and then spread again."""
     specialised, n = False, 0
     for _, shares in shares_over_time(servers, trace, topic, nodes)[WINDOW - 1 :]:
@@ -267,12 +278,12 @@ def cycles(servers: Sequence[int], trace: Trace, topic: int, nodes: int) -> int:
 # --- running -----------------------------------------------------------------------------------------------
 
 
-def _run(task: tuple[Case, str, int, bool]) -> Run:
+def _run(task: tuple[PaperCase, str, int, bool]) -> PaperRun:
     case, policy, seed, quick = task
     cell = case.cell(quick)
     run = run_cell(cell, policy, seed)
     counted = [cycles(run.served.server, run.trace, topic, cell.nodes) for topic in range(3)]
-    return Run(run.figures, (counted[0], counted[1], counted[2]))
+    return PaperRun(run.figures, (counted[0], counted[1], counted[2]))
 
 
 def _same_answers(seed: int) -> bool:
@@ -299,13 +310,13 @@ def _fields(cell: CellSettings) -> dict[str, Any]:
 
 def run(seeds: Sequence[int], workers: int, quick: bool = False, silent: bool = True) -> dict[str, Any]:
     """Run all rows; return what the command writes as JSON."""
-    wanted: dict[tuple[Case, str], None] = {}
+    wanted: dict[tuple[PaperCase, str], None] = {}
     for row in ROWS:
         for policy in ("none", *row.policies):
             wanted[row.case, policy] = None
     tasks = [(case, policy, seed, quick) for case, policy in wanted for seed in seeds]
     runs = run_all(_run, tasks, workers, Progress(len(tasks), "runs", silent))
-    by_case: dict[tuple[Case, str], list[Run]] = {key: [] for key in wanted}
+    by_case: dict[tuple[PaperCase, str], list[PaperRun]] = {key: [] for key in wanted}
     for (case, policy, _, _), one in zip(tasks, runs, strict=True):
         by_case[case, policy].append(one)
     rows = []
@@ -326,7 +337,7 @@ def run(seeds: Sequence[int], workers: int, quick: bool = False, silent: bool = 
     return {"seeds": list(seeds), "default": DEFAULT, "rows": rows, "ok": all(row["ok"] for row in rows)}
 
 
-def _filled(row: Row, runs: Runs) -> dict[str, Any]:
+def _filled(row: PaperRow, runs: PaperRuns) -> dict[str, Any]:
     value = row.value(runs)
     routed = row.policies[0]
     return {
@@ -384,7 +395,7 @@ def run_options(options: argparse.Namespace) -> int:
 
 def draw_cycle(path: str, seed: int) -> None:
     """Draw the most popular topic's share by node over time, for longest match and for the default rule."""
-    case = Case("A", "zipf1.7")
+    case = PaperCase("A", "zipf1.7")
     panels = {}
     for policy, title in (("longest", "longest match"), (DEFAULT, f"default ({DEFAULT})")):
         cell = case.cell(quick=False)

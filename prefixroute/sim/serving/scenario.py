@@ -24,7 +24,7 @@ from .figures import Figures, figures
 from .workloads import maker
 
 
-class Zone(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScenarioZone(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Nodes beside each other. `slower` multiplies their service time."""
 
     name: str
@@ -32,14 +32,14 @@ class Zone(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slower: float = 1.0
 
 
-class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScenarioLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One-way delay between the nodes of two zones."""
 
     zones: tuple[str, str]
     delay_ms: float
 
 
-class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"source": "from"}):
+class ScenarioRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"source": "from"}):
     """What nodes of one zone forward to another one: a `ZoneRule`. Zones are named as above, ``*`` is any."""
 
     source: str
@@ -48,7 +48,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"sou
     saving_ms: float = 0.0
 
 
-class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScenarioEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine: `overhead_ms` a request, prefill rate, and the cache in tokens, or as a share of all prefix tokens.
 
     With `batch_tokens` it prefills in steps of so many tokens and decodes `output_tokens` of each request beside.
@@ -63,7 +63,7 @@ class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_ms: float = 0.0
 
 
-class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScenarioWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is asked: a kind of `workloads.maker`, and either a rate (requests a second) or a load without routing."""
 
     kind: str = "zipf1.5"
@@ -75,7 +75,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str = ""
 
 
-class Gossip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScenarioGossip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A round of gossip, in which a node talks to `fan_out` others; `loss` is the share of datagrams lost."""
 
     interval_s: float = 1.0
@@ -83,7 +83,7 @@ class Gossip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loss: float = 0.0
 
 
-class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScenarioFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Something wrong with a node (counted from 0 over all zones) for a share of the run, from 0 to 1."""
 
     kind: str
@@ -96,15 +96,15 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A what-if: zones, the links and rules between them, engines, workload, gossip, failures, policies, seeds."""
 
     title: str = ""
-    zones: tuple[Zone, ...] = (Zone("here"),)
-    links: tuple[Link, ...] = ()
-    rules: tuple[Rule, ...] = ()
+    zones: tuple[ScenarioZone, ...] = (ScenarioZone("here"),)
+    links: tuple[ScenarioLink, ...] = ()
+    rules: tuple[ScenarioRule, ...] = ()
     inside_ms: float = 0.5
     """One-way delay inside a zone."""
-    engine: Engine = Engine()
-    workload: Workload = Workload()
-    gossip: Gossip = Gossip()
-    failures: tuple[Failure, ...] = ()
+    engine: ScenarioEngine = ScenarioEngine()
+    workload: ScenarioWorkload = ScenarioWorkload()
+    gossip: ScenarioGossip = ScenarioGossip()
+    failures: tuple[ScenarioFailure, ...] = ()
     timeout_s: float = 60.0
     policies: tuple[str, ...] = ("none", "longest", "greedy", DEFAULT, "exact")
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -229,7 +229,7 @@ def _check(scenario: Scenario, path: Path) -> None:
 # --- running -----------------------------------------------------------------------------------------------
 
 
-class _Run(msgspec.Struct, frozen=True):
+class _ScenarioRun(msgspec.Struct, frozen=True):
     figures: Figures
     shares: list[float]
     """Share of requests that each node served."""
@@ -238,7 +238,7 @@ class _Run(msgspec.Struct, frozen=True):
     """Forwards that were tried, by the zones from and to, for each request."""
 
 
-def _task(task: tuple[Scenario, Path, str, int]) -> _Run:
+def _task(task: tuple[Scenario, Path, str, int]) -> _ScenarioRun:
     scenario, folder, policy, seed = task
     cell = scenario.cell(folder)
     counts: dict[str, int] = {}
@@ -259,7 +259,7 @@ def _task(task: tuple[Scenario, Path, str, int]) -> _Run:
     for (origin, target), n in served.forwards.items():
         forwards[f"{zones[origin]} > {zones[target]}"] += n
     by_pair = {pair: n / cell.requests for pair, n in sorted(forwards.items())}
-    return _Run(found, [round(shares[i] / cell.requests, 4) for i in range(cell.nodes)], counts, by_pair)
+    return _ScenarioRun(found, [round(shares[i] / cell.requests, 4) for i in range(cell.nodes)], counts, by_pair)
 
 
 def run(scenario: Scenario, folder: Path, workers: int = 1, silent: bool = True) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def run(scenario: Scenario, folder: Path, workers: int = 1, silent: bool = True)
     policies = tuple(dict.fromkeys(("none", *scenario.policies)))
     tasks = [(scenario, folder, policy, seed) for policy in policies for seed in scenario.seeds]
     runs = run_all(_task, tasks, workers, Progress(len(tasks), "runs", silent))
-    by_policy: dict[str, Sequence[_Run]] = {
+    by_policy: dict[str, Sequence[_ScenarioRun]] = {
         policy: runs[i * len(scenario.seeds) : (i + 1) * len(scenario.seeds)] for i, policy in enumerate(policies)
     }
     none = [one.figures for one in by_policy["none"]]

@@ -36,7 +36,7 @@ BASES = {
 """Cells that every row is run in: routing gains much in the first and next to nothing in the others."""
 
 
-class Row(NamedTuple):
+class StressCase(NamedTuple):
     """What is out of the ordinary, and the most that the default rule's mean may be of no routing's, in any cell."""
 
     name: str
@@ -46,7 +46,7 @@ class Row(NamedTuple):
     """With begin_s and end_s as shares of the run."""
 
 
-class Found(NamedTuple):
+class StressRatios(NamedTuple):
     """Ratios to no routing of mean and p99, and whether every request was answered once."""
 
     mean: float
@@ -72,28 +72,32 @@ def _larger(cell: CellSettings, nodes: int, requests: int) -> CellSettings:
 
 BATCHING = Speed(0.02, 0.001, batch_tokens=2048, output_tokens=50, decode_s=0.001)
 ROWS = (
-    Row("as usual", lambda c: c),
-    Row("a delay for each pair, n = 8", lambda c: _with(replace(c, nodes=8), delay_s=pair_delays(8, 2 * c.delay_s))),
-    Row("round trips measured twice too long", lambda c: _with(c, gossip_delay=2.0)),
-    Row("round trips measured half as long", lambda c: _with(c, gossip_delay=0.5)),
-    Row("prefill told twice too fast", lambda c: _with(c, told_rate=2.0), 1.05),
-    Row("prefill told half as fast", lambda c: _with(c, told_rate=0.5), 1.05),
-    Row("two of four nodes four times slower", lambda c: _with(replace(c, load=0.15), slower=(1.0, 1.0, 4.0, 4.0))),
-    Row("5 % of datagrams lost", lambda c: _with(c, loss=0.05)),
-    Row(
+    StressCase("as usual", lambda c: c),
+    StressCase(
+        "a delay for each pair, n = 8", lambda c: _with(replace(c, nodes=8), delay_s=pair_delays(8, 2 * c.delay_s))
+    ),
+    StressCase("round trips measured twice too long", lambda c: _with(c, gossip_delay=2.0)),
+    StressCase("round trips measured half as long", lambda c: _with(c, gossip_delay=0.5)),
+    StressCase("prefill told twice too fast", lambda c: _with(c, told_rate=2.0), 1.05),
+    StressCase("prefill told half as fast", lambda c: _with(c, told_rate=0.5), 1.05),
+    StressCase(
+        "two of four nodes four times slower", lambda c: _with(replace(c, load=0.15), slower=(1.0, 1.0, 4.0, 4.0))
+    ),
+    StressCase("5 % of datagrams lost", lambda c: _with(c, loss=0.05)),
+    StressCase(
         "a node is down for a fifth of the run",
         lambda c: _with(c, timeout_s=10.0),
         1.02,
         (Fault("crash", 1, 0.4, 0.6),),
     ),
-    Row("digests of few anchors", lambda c: _with(c, digest_bytes=256)),
-    Row("batching engines", lambda c: replace(c, speed=BATCHING)),
-    Row("n = 16", lambda c: _larger(c, 16, 2500)),
-    Row("n = 64", lambda c: _larger(c, 64, 4000)),
+    StressCase("digests of few anchors", lambda c: _with(c, digest_bytes=256)),
+    StressCase("batching engines", lambda c: replace(c, speed=BATCHING)),
+    StressCase("n = 16", lambda c: _larger(c, 16, 2500)),
+    StressCase("n = 64", lambda c: _larger(c, 64, 4000)),
 )
 
 
-def _run_row(task: tuple[int, str, int, int | None]) -> Found:
+def _run_row(task: tuple[int, str, int, int | None]) -> StressRatios:
     i, base, seed, requests = task
     row = ROWS[i]
     cell = row.change(BASES[base])
@@ -111,7 +115,7 @@ def _run_row(task: tuple[int, str, int, int | None]) -> Found:
         else:
             found[policy] = run_cell(cell, policy, seed, trace).figures
     none, mine = found["none"], found[DEFAULT]
-    return Found(mine.mean_s / none.mean_s, mine.p99_s / none.p99_s, once)
+    return StressRatios(mine.mean_s / none.mean_s, mine.p99_s / none.p99_s, once)
 
 
 # --- guards ------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ TRACE_BLOCK = 512
 _VOCABULARY = 32000
 
 
-class Prompt:
+class SimulatedPrompt:
     """A prompt, prepared: `tokens`, `chain`, and `blocks`, the handles of the blocks that an engine caches of it.
 
     Of its blocks the first `shared` are those that other prompts may begin with, as far as the workload knows.
@@ -70,10 +70,10 @@ class Arrival(NamedTuple):
     at: float
     origin: int
     topic: int
-    prompt: Prompt
+    prompt: SimulatedPrompt
 
 
-class Trace(NamedTuple):
+class ArrivalTrace(NamedTuple):
     """All requests of a run in order of time; `prefix_tokens` is what shares of capacity refer to."""
 
     name: str
@@ -81,7 +81,7 @@ class Trace(NamedTuple):
     prefix_tokens: int
     domain: Domain
 
-    def at_rate(self, rate: float) -> Trace:
+    def at_rate(self, rate: float) -> ArrivalTrace:
         """Return the trace, made with rate 1, at `rate` requests a second."""
         return self._replace(arrivals=tuple(a._replace(at=a.at / rate) for a in self.arrivals))
 
@@ -147,15 +147,17 @@ def random_words(seed: Sequence[int], n: int) -> bytes:
     return generator.integers(0, _VOCABULARY, n, dtype=np.uint32).astype("<u4").tobytes()
 
 
-def _prompt(domain: Domain, packed: bytes, shared: int, cached: int | None, blocks: tuple[int, ...] = ()) -> Prompt:
+def _prompt(
+    domain: Domain, packed: bytes, shared: int, cached: int | None, blocks: tuple[int, ...] = ()
+) -> SimulatedPrompt:
     tokens = memoryview(packed).cast("I")
     chain = _kitchen(domain).chain(tokens)
-    return Prompt(chain, tokens, shared, chain.depth if cached is None else cached, blocks)
+    return SimulatedPrompt(chain, tokens, shared, chain.depth if cached is None else cached, blocks)
 
 
 def _with_prompts(
     name: str, drawn: Sequence[Skeleton], seed: int, domain: Domain, tail_tokens: int, cache_tails: bool
-) -> Trace:
+) -> ArrivalTrace:
     lengths = prefix_lengths()
     prefixes = [random_words((1, topic), n) for topic, n in enumerate(lengths)]
     tails = random_words((2, seed), tail_tokens * len(drawn))
@@ -171,7 +173,7 @@ def _with_prompts(
             prompt = _prompt(domain, packed, depth, depth, blocks.get(topic, ()))
             blocks[topic] = prompt.blocks
         arrivals.append(Arrival(at, origin, topic, prompt))
-    return Trace(name, tuple(arrivals), sum(lengths), domain)
+    return ArrivalTrace(name, tuple(arrivals), sum(lengths), domain)
 
 
 # --- sessions ----------------------------------------------------------------------------------------------
@@ -195,7 +197,9 @@ CONVERSATIONS = SessionShape(SYSTEM_PROMPTS, SYSTEM_TOKENS, MEAN_TURNS, OPEN_SES
 AGENTIC = SessionShape(AGENT_TOOLS, AGENT_TOKENS, AGENT_TURNS, AGENT_SESSIONS)
 
 
-def session_arrivals(name: str, shape: SessionShape, requests: int, origins: int, seed: int, domain: Domain) -> Trace:
+def session_arrivals(
+    name: str, shape: SessionShape, requests: int, origins: int, seed: int, domain: Domain
+) -> ArrivalTrace:
     """Turns of sessions, each at a random origin, with all that was said before in front. `topic` is the session."""
     rng = random.Random(f"{seed}/{name}")
     fronts = [random_words((3, i, shape.front_tokens), shape.front_tokens) for i in range(shape.fronts)]
@@ -222,21 +226,23 @@ def session_arrivals(name: str, shape: SessionShape, requests: int, origins: int
         if rng.random() < 1 / shape.turns:
             told[session] = b""
             running[place] = begin()
-    return Trace(name, tuple(arrivals), distinct, domain)
+    return ArrivalTrace(name, tuple(arrivals), distinct, domain)
 
 
-def short_prompts(requests: int, origins: int, seed: int, tokens: int = 12) -> Trace:
+def short_prompts(requests: int, origins: int, seed: int, tokens: int = 12) -> ArrivalTrace:
     """Prompts without a single whole block, all different, at random origins with rate 1."""
     domain = simulated_domain()
     drawn = topic_arrivals(0.0, requests, origins, seed)
     prompts = [_prompt(domain, random_words((6, seed, i), tokens), 0, None) for i in range(requests)]
-    return Trace("short", tuple(Arrival(s.at, s.origin, i, prompts[i]) for i, s in enumerate(drawn)), tokens, domain)
+    return ArrivalTrace(
+        "short", tuple(Arrival(s.at, s.origin, i, prompts[i]) for i, s in enumerate(drawn)), tokens, domain
+    )
 
 
 # --- Mooncake ----------------------------------------------------------------------------------------------
 
 
-def read_mooncake(path: Path, requests: int, origins: int, seed: int, skip: int = 0) -> Trace:
+def read_mooncake(path: Path, requests: int, origins: int, seed: int, skip: int = 0) -> ArrivalTrace:
     """Read a Mooncake trace: a JSON object a line with timestamp (ms), input_length and hash_ids of 512 tokens.
 
     Arrival times are scaled to a mean rate of 1. Raises `UsageError` for a file that is no such trace.
@@ -262,7 +268,7 @@ def read_mooncake(path: Path, requests: int, origins: int, seed: int, skip: int 
         seen.update(ids)
         prompt = _prompt(domain, packed, min(shared, n // TRACE_BLOCK), None)
         arrivals.append(Arrival((at - first) / pace, rng.randrange(origins), ids[0] if ids else 0, prompt))
-    return Trace("mooncake", tuple(arrivals), TRACE_BLOCK * len(seen), domain)
+    return ArrivalTrace("mooncake", tuple(arrivals), TRACE_BLOCK * len(seen), domain)
 
 
 def _from(lines: Iterator[str], skip: int) -> Iterator[str]:
@@ -276,15 +282,17 @@ def _from(lines: Iterator[str], skip: int) -> Iterator[str]:
 
 def maker(
     name: str, *, block_tokens: int = 16, tail_tokens: int = TAIL_TOKENS, cache_tails: bool = False, file: str = ""
-) -> Callable[[float, int, int, int], Trace]:
+) -> Callable[[float, int, int, int], ArrivalTrace]:
     """Return what makes the workload `name`: called with (rate, requests, origins, seed), it returns a trace of rate 1.
 
     The rate matters only for what changes by the clock. Raises `UsageError` for an unknown name.
     """
     domain = simulated_domain(block_tokens)
 
-    def topics(drawn: Callable[[float, int, int, int], list[Skeleton]]) -> Callable[[float, int, int, int], Trace]:
-        def make(rate: float, requests: int, origins: int, seed: int) -> Trace:
+    def topics(
+        drawn: Callable[[float, int, int, int], list[Skeleton]],
+    ) -> Callable[[float, int, int, int], ArrivalTrace]:
+        def make(rate: float, requests: int, origins: int, seed: int) -> ArrivalTrace:
             return _with_prompts(name, drawn(rate, requests, origins, seed), seed, domain, tail_tokens, cache_tails)
 
         return make
