@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from prefixroute.sim.parallel import check_writable, write_json
+from prefixroute.sim.parallel import add_json_option, check_writable, write_json
 
 from ..plan.placement.certificate import Certificate, certify
 from ..plan.placement.chains import Assignment, Links, Shared, assign
@@ -22,13 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
     add("fleet", type=Path, metavar="FLEET", help="a TOML or JSON file; see examples/plan/fleet.toml")
-    add(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the plan as JSON (no FILE: print it, and nothing else)",
-    )
+    add_json_option(parser, "plan")
     add("--exact", type=float, metavar="S", help="look for a better plan for so many seconds (needs the extra milp)")
     add("--plot", metavar="FILE", help="draw the span of each server, as PNG")
 

@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from prefixroute.sim.parallel import check_writable, write_json
+from prefixroute.sim.parallel import add_json_option, check_writable, write_json
 from prefixroute.sim.plots import plot_lines
 
 from ..plan.prefill.cluster_file import GBIT, read_clusters
@@ -18,13 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
     add("cluster", type=Path, metavar="CLUSTER", help="a TOML or JSON file; see examples/plan/cluster.toml")
-    add(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the plan as JSON (no FILE: print that alone)",
-    )
+    add_json_option(parser, "plan")
     add("--plot", metavar="FILE", help="draw requests a second over the threshold, as PNG")
 
 

@@ -1,10 +1,11 @@
 """Planners: slower questions in the router's cost vocabulary. They return plans and decisions, and move nothing.
 
-Placement: which server holds which blocks of a model that fits no single one, and which chain of servers a request
-takes. Start at `Problem`, `adaptive` and `certify`; `OnlinePlanner` follows load and fleet.
+`placement`: which server holds which blocks of a model that fits no single one, and which chain of servers a request
+takes. Start at `Problem` (or `read_fleet`), `adaptive` and `certify`; `OnlinePlanner` follows load and fleet.
 
-Prefill in another cluster: `best_plan` divides it, `offload_gain` weighs one prompt, `ThresholdController` follows a
-congested link, and `PrefillOffload` is a policy of a `Node` that has a prefill pool behind it.
+`prefill`: which prompts another cluster should prefill. Start at `PrefillClusters` (or `read_clusters`): `best_plan`
+divides the nodes, `offload_gain` weighs one prompt, `ThresholdController` follows a congested link, and
+`PrefillOffload` is a policy of a `Node` that has a prefill pool behind it.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ Rules:
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -17,7 +18,8 @@ import msgspec
 
 from prefixroute.errors import UsageError
 
-_T = TypeVar("_T", bound=msgspec.Struct)
+_Made = TypeVar("_Made")
+_File = TypeVar("_File", bound="FileTable")
 
 
 class Source:
@@ -32,6 +34,25 @@ class Source:
         line = self._line(where)
         place = f"{self._path}:{line}" if line else str(self._path)
         return UsageError(f"{place}: {where}: {what}" if where else f"{place}: {what}")
+
+    def more_than(self, bound: float, values: Iterable[tuple[str, float]]) -> None:
+        """Raise an error at the first of (key, value) that is not a finite number above `bound`."""
+        for where, value in values:
+            if not (value > bound and math.isfinite(value)):
+                raise self.error(where, f"must be above {bound:g}, not {value:g}")
+
+    def at_least(self, bound: float, values: Iterable[tuple[str, float]]) -> None:
+        """Raise an error at the first of (key, value) that is not a finite number of `bound` or more."""
+        for where, value in values:
+            if not (value >= bound and math.isfinite(value)):
+                raise self.error(where, f"must be {bound:g} or more, not {value:g}")
+
+    def made(self, where: str, make: Callable[[], _Made]) -> _Made:
+        """Return what `make` makes of a key's value; a `UsageError` of it becomes an error at the key."""
+        try:
+            return make()
+        except UsageError as error:
+            raise self.error(where, str(error)) from None
 
     def _line(self, where: str) -> int:
         found = re.match(r"(\w+)(?:\[(\d+)\])?(?:\.(\w+))?", where)
@@ -52,6 +73,10 @@ class Source:
         return header
 
 
+class FileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of a file: its fields are the keys, and an unknown key is refused."""
+
+
 class FileKind(NamedTuple):
     """What a file may hold: its tables by name, the whole under "", and an example that shows them."""
 
@@ -59,7 +84,7 @@ class FileKind(NamedTuple):
     example: str
 
 
-def read_settings(path: Path, whole: type[_T], kind: FileKind) -> tuple[_T, Source]:
+def read_settings(path: Path, whole: type[_File], kind: FileKind) -> tuple[_File, Source]:
     """Read a file into `whole`. Raises `UsageError`."""
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,7 +1,12 @@
-"""The simulator: real nodes on virtual time, deterministic from one seed.
+"""The simulator: real nodes on virtual time, deterministic from one seed. Four laboratories on one clock.
 
-`Network` joins nodes by links that delay, lose, repeat and reorder; an oracle checks every rule of replication after
-every event. `prefixroute simulate replication` runs random schedules of faults over it and shrinks what fails.
+    replication   gossip under faults; start at `Network`, which joins nodes by links and checks every rule
+    serving       policies over workloads; start at `serving.loop`, a run, and `serving.cells`, a comparison
+    placement     sessions over placements of a model's blocks; start at `placement.sessions`
+    prefill       two clusters that share prefill; start at `prefill.clusters`
+
+They share `clock` (virtual time), `intervals` (confidence intervals over seeds), `parallel` (many processes, progress,
+JSON) and `plots`. `prefixroute simulate SUBJECT` runs all four; the names below are those of replication.
 """
 
 from __future__ import annotations

@@ -31,6 +31,24 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help='write the result as JSON ("-": standard output, and nothing else)')
 
 
+def add_seed_options(parser: argparse.ArgumentParser, first: int, seeds: int) -> None:
+    """Declare ``--seed`` and ``--seeds`` with their defaults, for `seeds_of`."""
+    parser.add_argument("--seed", type=int, default=first, metavar="S", help=f"first seed ({first})")
+    parser.add_argument("--seeds", type=int, default=seeds, metavar="N", help=f"seeds ({seeds})")
+
+
+def seeds_of(options: argparse.Namespace) -> tuple[int, ...]:
+    """Return the seeds that the options name, one after the other."""
+    return tuple(range(options.seed, options.seed + options.seeds))
+
+
+def add_json_option(parser: argparse.ArgumentParser, what: str) -> None:
+    """Declare ``--json [FILE]`` of a command that prints a table otherwise, for `write_json`."""
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help=f"write the {what} as JSON (no FILE: print that alone)"
+    )
+
+
 class Progress:
     """One line on standard error: on a terminal written anew every second, else a line every ten."""
 

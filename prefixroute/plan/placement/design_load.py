@@ -18,11 +18,14 @@ from .spans import conservative
 
 
 class DesignLoad(NamedTuple):
-    """Requests to plan for, the mean number that arrivals would keep under way, and the seconds of one alone."""
+    """How many requests to plan for, and why."""
 
     requests: int
+    """Requests under way at once that the plan is made for."""
     offered: float
+    """Requests that the arrivals would keep under way on average."""
     single_s: float
+    """Seconds that a request takes alone; 0 where the load was given."""
 
     @property
     def capped(self) -> bool:

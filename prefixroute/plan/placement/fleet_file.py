@@ -9,26 +9,20 @@ Rule: an error names the file, the line, and what to write instead.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import msgspec
 import numpy as np
 
-from ..settings_file import FileKind, Source, read_settings
+from ..settings_file import FileKind, FileTable, Source, read_settings
 from .design_load import DesignLoad, design_load, share_out
 from .problem import Floats, Problem, with_requests
 
 GB = 1e9
 
 
-class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A table of the file."""
-
-
-class FleetModel(_Part, frozen=True):
+class FleetModel(FileTable, frozen=True):
     """Equal blocks: how many, the weights of one, and what one keeps in cache of a token."""
 
     blocks: int
@@ -37,7 +31,7 @@ class FleetModel(_Part, frozen=True):
     name: str = ""
 
 
-class FleetWorkload(_Part, frozen=True):
+class FleetWorkload(FileTable, frozen=True):
     """Lengths, and the load: arrivals a second, or requests under way at once."""
 
     prompt_tokens: int
@@ -47,7 +41,7 @@ class FleetWorkload(_Part, frozen=True):
     setup_ms: float = 0.0
 
 
-class FleetServer(_Part, frozen=True):
+class FleetServer(FileTable, frozen=True):
     """One machine, or `count` like it. `prefill_ms` is of any prompt, `prefill_ms_per_token` comes on top."""
 
     name: str
@@ -60,7 +54,7 @@ class FleetServer(_Part, frozen=True):
     count: int = 1
 
 
-class FleetClient(_Part, frozen=True):
+class FleetClient(FileTable, frozen=True):
     """Where requests come from, and which share of them."""
 
     name: str
@@ -68,7 +62,7 @@ class FleetClient(_Part, frozen=True):
     share: float = 1.0
 
 
-class FleetNetwork(_Part, frozen=True):
+class FleetNetwork(FileTable, frozen=True):
     """The round trip inside a site, and what each step costs on top of it: serialisation, copies, queues."""
 
     inside_ms: float = 0.5
@@ -77,14 +71,14 @@ class FleetNetwork(_Part, frozen=True):
     prompt_overhead_ms_per_token: float = 0.0
 
 
-class FleetLink(_Part, frozen=True):
+class FleetLink(FileTable, frozen=True):
     """The round trip between two sites."""
 
     sites: tuple[str, str]
     rtt_ms: float
 
 
-class FleetFile(_Part, frozen=True):
+class FleetFile(FileTable, frozen=True):
     """A whole file. With "hub" the client relays between servers, with "chain" they pass on to each other."""
 
     model: FleetModel
@@ -98,14 +92,20 @@ class FleetFile(_Part, frozen=True):
 
 
 class Fleet(NamedTuple):
-    """A file as it stands, the names of servers and clients by number, the problem at its load, and raw round trips."""
+    """A fleet file and what it describes, with J servers and C clients."""
 
     file: FleetFile
+    """The file as it stands."""
     servers: tuple[str, ...]
+    """Names of the servers, in the order of the problem's arrays. Length J."""
     clients: tuple[str, ...]
+    """Names of the clients, in the same order. Length C."""
     problem: Problem
+    """The problem at the file's load."""
     load: DesignLoad
+    """Requests under way at once, and how they were found."""
     raw_rtt_ms: Floats
+    """Milliseconds of the round trips between clients and servers, without overheads. Shape (C, J)."""
 
 
 def read_fleet(path: Path) -> Fleet:
@@ -144,12 +144,8 @@ def _check(file: FleetFile, source: Source) -> None:
         least += [(f"servers[{i}].{name}", getattr(server, name)) for name in names]
     positive += [(f"clients[{i}].share", client.share) for i, client in enumerate(file.clients)]
     least += [(f"links[{i}].rtt_ms", link.rtt_ms) for i, link in enumerate(file.links)]
-    for where, value in positive:
-        if not (value > 0 and math.isfinite(value)):
-            raise source.error(where, f"must be above 0, not {value:g}")
-    for where, value in least:
-        if not (value >= 0 and math.isfinite(value)):
-            raise source.error(where, f"must be 0 or more, not {value:g}")
+    source.more_than(0, positive)
+    source.at_least(0, least)
     for table, rows in (("servers", file.servers), ("clients", file.clients)):
         if not rows:
             raise source.error(table, f"the list is empty: add [[{table}]]")

@@ -35,27 +35,27 @@ class OnlineSettings:
     """How quickly the planner learns, and when it moves blocks."""
 
     review_s: float = 60.0
-    """The placement is looked at again so often, if anything was learnt."""
+    """Seconds between two reviews of the placement, if anything was learnt in between."""
     retry_s: float = 5.0
-    """The same after a change of the rate, for a time of `review_s`, with the rate that is known better by then."""
+    """Seconds between reviews during the `review_s` after a change of the rate: the rate is known better each time."""
     least_gain: float = 0.05
-    """A new placement must save this share of the time of a token, or it is not worth the moves."""
+    """Share of a token's time, 0 to 1, that a new placement must save to be worth its moves."""
     headroom: float = 0.05
-    """A placement for twice the load, and twice that, is taken as long as it costs no more than this share at the load
-    that there is: memory for more sessions often costs little, and a load that jumps then needs no move."""
+    """Share of a token's time that room for more sessions may cost at the present load. The placement is made for twice
+    the load, and twice that, while it costs no more: a load that jumps then needs no move."""
     blocks_per_step: int = 16
-    """Blocks that may be loading at once; a server with a larger span moves alone."""
+    """Blocks that may be loading at once over all servers; a server with a larger span moves alone."""
     horizon_s: float = 600.0
-    """How long a load is expected to last, when a placement that cannot keep up is compared with another. A measurement
-    counts as long for the placement."""
+    """Seconds that a load is expected to last when a placement that cannot keep up is compared with another; also the
+    time over which measurements are averaged for the placement."""
     fade_s: float = 60.0
-    """How long a measurement counts for routes."""
+    """Seconds over which measurements are averaged for routes."""
     known_within: float = 0.05
-    """Routes are priced anew when an estimate is off by more than this share."""
+    """Share by which an estimate may be off before routes are priced anew."""
     token_bytes: float = 0.0
-    """What a step carries for a decoded token; with 0 all that is learnt of a link is taken as its delay."""
+    """Bytes that a step carries for a decoded token; with 0 all that is learnt of a link is taken as its delay."""
     prompt_bytes: float = 0.0
-    """What a step carries for a prompt."""
+    """Bytes that a step carries for a prompt."""
 
     def __post_init__(self) -> None:
         if min(self.review_s, self.retry_s, self.fade_s) <= 0 or self.blocks_per_step < 1:

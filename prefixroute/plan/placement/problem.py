@@ -4,7 +4,7 @@ Rules:
 1. A *block* is a transformer block of the model here, numbered from 1; a *span* is a run of blocks on one server.
 2. Times are in milliseconds and memory is in bytes, and every name says so. What is per block, per token or per prompt
    is said beside the field.
-3. Nothing is guessed: a round trip that is not known, or a time that is not above zero, is refused. Else a hop would be
+3. Nothing is guessed: an unknown round trip, or a time that is not above zero, is refused. Otherwise a hop would be
    free, and every plan would go through it.
 """
 
@@ -45,32 +45,38 @@ class Span(NamedTuple):
 class Problem:
     """A placement problem as arrays; build it with `Problem.of`, which checks it.
 
-    `rtt_ms[c, j]` is what one decoded token takes between client c and server j, serialisation included, and
-    `prompt_rtt_ms` the same for the prompt. Without `hop_ms` the client relays between servers (hub and spoke); with it
-    (one way, from server to server) servers pass on to each other, and the last one answers the client.
+    With J servers and C clients. Without `hop_ms` the client relays between servers (hub and spoke); with it the
+    servers pass a token on to each other, and the last one answers the client.
     """
 
     blocks: int
+    """Blocks of the model."""
     block_bytes: float
-    """Weights of one block."""
+    """Bytes of the weights of one block."""
     session_bytes: float
-    """Cache of one block for one session of full length."""
+    """Bytes of cache that one block needs for one session of full length."""
     memory_bytes: Floats
+    """Bytes of each server for weights and cache. Shape (J,)."""
     decode_ms: Floats
-    """A block and a token, by server."""
+    """Milliseconds that one token takes in one block of each server. Shape (J,)."""
     rtt_ms: Floats
+    """Milliseconds that one decoded token takes from client to server and back, serialised. Shape (C, J)."""
     requests: tuple[int, ...]
-    """Requests that each client has under way at once: the design load."""
+    """Requests that each client has under way at once: the design load. Length C."""
     prefill_ms: Floats
-    """A block and a whole prompt, by server."""
+    """Milliseconds that a whole prompt takes in one block of each server. Shape (J,)."""
     prompt_rtt_ms: Floats
+    """Milliseconds that a whole prompt takes from client to server and back. Shape (C, J)."""
     output_tokens: int
+    """Tokens of an answer."""
     setup_ms: float
-    """Added to every request."""
+    """Milliseconds added to every request."""
     most_blocks: tuple[int, ...]
-    """The most blocks that each server may hold."""
+    """The most blocks that each server may hold. Length J."""
     hop_ms: Floats | None
+    """Milliseconds that one decoded token takes one way from server to server, or None. Shape (J, J)."""
     prompt_hop_ms: Floats | None
+    """Milliseconds that a whole prompt takes one way from server to server, or None. Shape (J, J)."""
 
     @classmethod
     def of(

@@ -8,16 +8,13 @@ Rule: an error names the file, the line, and what to write instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from typing import Literal, TypeVar
-
-import msgspec
+from typing import Literal
 
 from prefixroute import UsageError
 
-from ..settings_file import FileKind, Source, read_settings
+from ..settings_file import FileKind, FileTable, Source, read_settings
 from .costs import Curve, Decode, KvBytes, Polynomial, Slower, Table
 from .division import PrefillClusters
 from .lengths import Empirical, Lengths, LogNormal
@@ -27,14 +24,8 @@ Points = tuple[tuple[float, float], ...]
 MIB = 2.0**20
 GBIT = 1e9 / 8
 
-_Made = TypeVar("_Made")
 
-
-class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A table of the file."""
-
-
-class ClusterWorkload(_Part, frozen=True):
+class ClusterWorkload(FileTable, frozen=True):
     """Lengths of prompts: a log-normal by `mu` and `sigma`, or a `file` of lengths; and the tokens of an answer.
 
     A file is a trace (`traces.read_trace`): what an endless cache would hold of its prompts is taken off.
@@ -48,7 +39,7 @@ class ClusterWorkload(_Part, frozen=True):
     output_tokens: float = 1024.0
 
 
-class ClusterModel(_Part, frozen=True):
+class ClusterModel(FileTable, frozen=True):
     """Bytes of KV: points in MiB, or so many bytes a token and a state. `layers` overlap sending with computing."""
 
     kv_mib: Points = ()
@@ -57,7 +48,7 @@ class ClusterModel(_Part, frozen=True):
     layers: int = 60
 
 
-class ClusterPool(_Part, frozen=True):
+class ClusterPool(FileTable, frozen=True):
     """The prefill cluster: nodes (instances), and the seconds of a prompt, as points or as coefficients."""
 
     nodes: int
@@ -65,7 +56,7 @@ class ClusterPool(_Part, frozen=True):
     prefill_coefficients: tuple[float, ...] = ()
 
 
-class ClusterLocal(_Part, frozen=True):
+class ClusterLocal(FileTable, frozen=True):
     """The local cluster: nodes, seconds of prefill (or how many times the pool's), and what a node decodes at once.
 
     `alone_nodes` are those of a cluster without a pool that costs as much, to compare with; 0: as many as `nodes`.
@@ -80,7 +71,7 @@ class ClusterLocal(_Part, frozen=True):
     alone_nodes: int = 0
 
 
-class ClusterLink(_Part, frozen=True):
+class ClusterLink(FileTable, frozen=True):
     """The way from the pool: bandwidth, round trip, connections and what one of them carries (0: no bound)."""
 
     gbit_per_s: float
@@ -89,7 +80,7 @@ class ClusterLink(_Part, frozen=True):
     connection_gbit_per_s: float = 0.0
 
 
-class ClusterFile(_Part, frozen=True):
+class ClusterFile(FileTable, frozen=True):
     """A whole file. `average` is "length" (as published) or "time" (nearer to a simulation with arrivals)."""
 
     workload: ClusterWorkload
@@ -138,23 +129,23 @@ _KIND = FileKind(
 
 def _clusters(file: ClusterFile, source: Source, folder: Path) -> PrefillClusters:
     """Build what the file describes; every refusal names the key that is to be changed."""
-    for where, value, least in (
-        ("pool.nodes", file.pool.nodes, 0),
-        ("local.nodes", file.local.nodes, 1),
-        ("local.alone_nodes", file.local.alone_nodes, 0),
-        ("model.layers", file.model.layers, 1),
-        ("link.connections", file.link.connections, 1),
-    ):
-        if value < least:
-            raise source.error(where, f"must be {least} or more, not {value}")
+    source.at_least(0, (("pool.nodes", file.pool.nodes), ("local.alone_nodes", file.local.alone_nodes)))
+    source.at_least(
+        1,
+        (
+            ("local.nodes", file.local.nodes),
+            ("model.layers", file.model.layers),
+            ("link.connections", file.link.connections),
+        ),
+    )
     gbit, step_ms = file.link.gbit_per_s, file.local.decode_step_ms
     for where, amount in (("link.gbit_per_s", gbit), ("local.decode_step_ms", step_ms)):
         if not amount > 0:
             raise source.error(where, f"must be above 0, not {amount:g}")
-    decode = _made(source, "local.decode_slots", lambda: file.decode)
+    decode = source.made("local.decode_slots", lambda: file.decode)
     pool_s = _curve(source, "pool", file.pool.prefill_s, file.pool.prefill_coefficients)
     if file.local.times_pool:
-        local_s: Curve = _made(source, "local.times_pool", lambda: Slower(pool_s, file.local.times_pool))
+        local_s: Curve = source.made("local.times_pool", lambda: Slower(pool_s, file.local.times_pool))
     else:
         local_s = _curve(source, "local", file.local.prefill_s, file.local.prefill_coefficients)
     return PrefillClusters(
@@ -170,18 +161,11 @@ def _clusters(file: ClusterFile, source: Source, folder: Path) -> PrefillCluster
     )
 
 
-def _made(source: Source, where: str, make: Callable[[], _Made]) -> _Made:
-    try:
-        return make()
-    except UsageError as error:
-        raise source.error(where, str(error)) from None
-
-
 def _curve(source: Source, table: str, points: Points, coefficients: tuple[float, ...]) -> Curve:
     if points:
-        return _made(source, f"{table}.prefill_s", lambda: Table(points))
+        return source.made(f"{table}.prefill_s", lambda: Table(points))
     if coefficients:
-        return _made(source, f"{table}.prefill_coefficients", lambda: Polynomial(coefficients))
+        return source.made(f"{table}.prefill_coefficients", lambda: Polynomial(coefficients))
     also = ", or times_pool = 2.3" if table == "local" else ""
     raise source.error(table, f"no time of prefill: give prefill_s = [[1024, 0.44], [8192, 0.72]]{also}")
 
@@ -189,10 +173,10 @@ def _curve(source: Source, table: str, points: Points, coefficients: tuple[float
 def _kv(model: ClusterModel, source: Source) -> Curve:
     if model.kv_mib:
         points = tuple((tokens, mib * MIB) for tokens, mib in model.kv_mib)
-        return _made(source, "model.kv_mib", lambda: Table(points))
+        return source.made("model.kv_mib", lambda: Table(points))
     if not model.kv_bytes_per_token and not model.kv_state_bytes:
         raise source.error("model", "no size of KV: give kv_mib = [[1024, 190.8], ...] or kv_bytes_per_token")
-    return _made(source, "model.kv_bytes_per_token", lambda: KvBytes(model.kv_bytes_per_token, model.kv_state_bytes))
+    return source.made("model.kv_bytes_per_token", lambda: KvBytes(model.kv_bytes_per_token, model.kv_state_bytes))
 
 
 def _lengths(workload: ClusterWorkload, source: Source, folder: Path) -> Lengths:
@@ -203,8 +187,7 @@ def _lengths(workload: ClusterWorkload, source: Source, folder: Path) -> Lengths
             raise source.error("workload.file", str(error)) from None
     if not workload.sigma:
         raise source.error("workload", "no lengths of prompts: give mu and sigma, or file")
-    return _made(
-        source,
+    return source.made(
         "workload.sigma",
         lambda: LogNormal(workload.mu, workload.sigma, workload.min_tokens, workload.max_tokens),
     )

@@ -87,25 +87,30 @@ class CapacityEstimate:
 
 @dataclass(frozen=True, slots=True)
 class ControllerSettings:
-    """Marks and steps of a threshold controller.
-
-    Shares: `high` and `low` of utilisation, `lossy` of packets sent again; `queue_high_s` and `queue_low_s` seconds of
-    waiting KV. A step multiplies by `rise` or `fall`; `dwell_s` pass between a rise and a fall. `most` bounds the
-    threshold, as a multiple of t_opt. A change smaller than `least_change` (a share) is saved up. Thresholds below
-    `floor_tokens` count as all prompts: a rise begins there, and a fall ends. Raises `UsageError`.
-    """
+    """Marks and steps of a threshold controller. Raises `UsageError`."""
 
     high: float = 0.85
+    """Utilisation, a share of the link, above which it is congested."""
     low: float = 0.6
+    """Utilisation below which it is clear."""
     lossy: float = 0.01
+    """Share of packets sent again above which the link is congested."""
     queue_high_s: float = inf
+    """Seconds of waiting KV above which the link is congested."""
     queue_low_s: float = inf
+    """Seconds of waiting KV below which the link is clear."""
     rise: float = 1.1
+    """Factor of the threshold at each step under congestion."""
     fall: float = 0.99
+    """Factor of the threshold at each step on a clear link."""
     dwell_s: float = 5.0
+    """Seconds that pass between a rise and a fall at least."""
     most: float = inf
+    """Upper bound of the threshold, as a multiple of t_opt."""
     least_change: float = 0.0
+    """Share of the threshold: a smaller change is saved up until it is as large."""
     floor_tokens: float = 128.0
+    """Tokens: a threshold below counts as "all prompts". A rise begins here, and a fall ends here."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.low < self.high or not 0 <= self.queue_low_s <= self.queue_high_s:

@@ -91,7 +91,7 @@ class Slower:
 
 
 class Window(NamedTuple):
-    """Layers that keep the last `tokens` only, at `bytes_per_token` of them all."""
+    """Layers that keep the last `tokens` only, at `bytes_per_token` of all these layers together."""
 
     tokens: int
     bytes_per_token: float
@@ -99,14 +99,14 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvBytes:
-    """Bytes of KV of a prompt: a state of one size, so much a token, and windows. Two of them add up to a hybrid.
-
-    Raises `UsageError` for sizes below 0.
-    """
+    """Bytes of KV of a prompt: tokens -> bytes. Two of them add up to a hybrid. Raises `UsageError` for sizes below 0."""
 
     bytes_per_token: float = 0.0
+    """Bytes that every token leaves behind."""
     state_bytes: float = 0.0
+    """Bytes of a state whose size does not depend on the prompt."""
     windows: tuple[Window, ...] = ()
+    """Layers that keep the last tokens only."""
 
     def __post_init__(self) -> None:
         sizes = (self.bytes_per_token, self.state_bytes, *(part for window in self.windows for part in window))
@@ -168,14 +168,14 @@ def reusable_tokens(kv: KvBytes, matched_tokens: int, stored_at: Sequence[int] =
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """A decode node: `slots` requests at once, each of `output_tokens`, a step of the full batch in `step_s` seconds.
-
-    Raises `UsageError` for what is not positive.
-    """
+    """A decode node. Raises `UsageError` for values that are not positive."""
 
     slots: int
+    """Requests that it decodes at once."""
     step_s: float
+    """Seconds of a step of the full batch, in which each request gets one token."""
     output_tokens: float
+    """Tokens of an answer, on average."""
 
     def __post_init__(self) -> None:
         if self.slots < 1 or not 0 < self.step_s < inf or not 0 < self.output_tokens < inf:

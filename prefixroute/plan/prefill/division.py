@@ -47,20 +47,26 @@ class Bottleneck(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrefillClusters:
-    """Two clusters and what they are asked; times in seconds, sizes in bytes.
-
-    `decode_per_s` is what one local node completes when it decodes (`Decode.requests_per_s`). Raises `UsageError`.
-    """
+    """Two clusters and the prompts that they are asked. Raises `UsageError`."""
 
     lengths: Lengths
+    """Distribution of a prompt's uncached tokens."""
     kv_bytes: Curve
+    """Tokens of a prompt -> bytes of its KV."""
     pool_prefill_s: Curve
+    """Tokens -> seconds of prefill on one node of the pool."""
     local_prefill_s: Curve
+    """Tokens -> seconds of prefill on one local node."""
     pool_nodes: int
+    """Nodes of the pool, 0 or more."""
     local_nodes: int
+    """Local nodes, prefill and decode together."""
     decode_per_s: float
+    """Requests a second that one local node completes when it decodes (`Decode.requests_per_s`)."""
     egress_bytes_per_s: float
+    """Bytes a second that the link out of the pool carries."""
     average: Literal["length", "time"] = "length"
+    """Whether a side's prefill takes the time of its mean length, as published, or its mean time (rule 2)."""
 
     def __post_init__(self) -> None:
         if self.pool_nodes < 0 or self.local_nodes < 1:
@@ -72,24 +78,34 @@ class PrefillClusters:
 
 
 class PrefillRates(NamedTuple):
-    """What a division of work comes to. `offloaded` is p; `pool_per_s`, `prefill_per_s`, `decode_per_s` are P, Q, D.
-
-    `egress_bytes_per_s` is what the link carries at `requests_per_s`. A rate that nobody asks for is infinite.
-    """
+    """What a threshold and a division of the nodes come to. A rate that nobody asks for is infinite."""
 
     threshold_tokens: float
+    """t: prompts with more uncached tokens go to the pool."""
     pool_nodes: int
+    """N_pool."""
     prefill_nodes: int
+    """N_p: local nodes that prefill."""
     decode_nodes: int
+    """N_d: local nodes that decode."""
     offloaded: float
+    """p: share of the prompts that go to the pool, 0 to 1."""
     long_tokens: float
+    """l_long: mean uncached tokens of the prompts that go."""
     short_tokens: float
+    """l_short: mean uncached tokens of the prompts that stay."""
     pool_per_s: float
+    """P: prompts a second that the pool and its link take, of those that go."""
     prefill_per_s: float
+    """Q: prompts a second that local prefill takes, of those that stay."""
     decode_per_s: float
+    """D: requests a second that local decode completes, of all."""
     requests_per_s: float
+    """Requests a second of the whole: the least of P / p, Q / (1 - p) and D."""
     egress_bytes_per_s: float
+    """Bytes a second that the link carries at `requests_per_s`."""
     bottleneck: Bottleneck
+    """The role that bounds `requests_per_s`."""
 
 
 def kv_rate_bytes_per_s(clusters: PrefillClusters, tokens: float) -> float:

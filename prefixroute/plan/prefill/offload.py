@@ -27,17 +27,20 @@ from .costs import Curve
 
 @dataclass(frozen=True, slots=True)
 class KvLink:
-    """A way for KV from a pool: bytes a second, round trip, layers of the model, connections and what each carries.
-
-    `utilisation` is the share that others take, 0 to 1. Raises `UsageError` for what cannot be.
-    """
+    """The link that carries KV from a pool to this cluster. Raises `UsageError` for values out of range."""
 
     bytes_per_s: float
+    """B: bytes a second of the whole link."""
     rtt_s: float = 0.0
+    """Seconds of the round trip."""
     layers: int = 1
+    """n: layers of the model; sending one overlaps computing the next."""
     connections: int = 1
+    """Connections that one transfer uses."""
     connection_bytes_per_s: float = inf
+    """B_conn: bytes a second that one connection carries."""
     utilisation: float = 0.0
+    """Share of `bytes_per_s` that others use, 0 to 1."""
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0 or not self.connection_bytes_per_s > 0:
@@ -66,11 +69,14 @@ class KvLink:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of two places for a prefill: the uncached tokens there, the wait before it in seconds, and its curve."""
+    """One of the two places for a prefill."""
 
     uncached_tokens: float
+    """Tokens of the prompt that this side must compute."""
     prefill_s: Curve
+    """Tokens -> seconds of prefill."""
     wait_s: float = 0.0
+    """Seconds before the prefill begins."""
 
 
 class OffloadGain(NamedTuple):

@@ -1,1 +1,9 @@
-"""Sessions over placements of a model's blocks, in virtual time."""
+"""Sessions over placements of a model's blocks, planned by `prefixroute.plan.placement`.
+
+sessions          arrivals, chains, cache slots and waits over a placement that stays; start here
+drifting_world    the online planner while links, servers and load change
+fleets            fleets drawn from a seed, as published
+wan               round trips: built-in networks, topology files, measured landmarks
+command           ``prefixroute simulate place``: our placements and chains against the baseline
+changes_command   ``prefixroute simulate place --changes``: following against staying
+"""

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from prefixroute.plan import OnlineSettings
 
+from ..intervals import interval
 from ..parallel import Progress, run_all
-from ..serving.figures import interval
 from .drifting_world import ChangingWorld, WorldChange
 from .fleets import FleetShape, made_fleet
 from .sessions import Ask, poisson

@@ -36,9 +36,9 @@ from prefixroute.plan import (
     read_fleet,
 )
 
+from ..intervals import interval
 from ..parallel import Progress, add_run_options, check_writable, run_all, write_json
 from ..plots import plot_lines
-from ..serving.figures import interval
 from . import changes_command as changes
 from .fleets import FleetShape, made_fleet
 from .sessions import Ask, Done, Route, from_trace, poisson, read_arrivals, serve, waiting_route

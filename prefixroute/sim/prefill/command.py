@@ -15,7 +15,7 @@ from typing import Any
 from prefixroute import UsageError
 from prefixroute.plan import ClusterFile, Empirical, PrefillClusters, best_plan, read_clusters, read_trace
 
-from ..parallel import check_writable, write_json
+from ..parallel import add_json_option, check_writable, write_json
 from ..plots import plot_lines
 from .cases import ADAPTIVE, Episode, at_rate, latency, setups, sustained, through
 from .clusters import PrefillRun, PromptArrival, bursty
@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--cut", type=float, metavar="SHARE", help="let the link carry this share of its bandwidth for 60 s")
     add("--seeds", type=int, default=1, metavar="N", help="seeds, from 1 (1)")
-    add("--json", nargs="?", const="-", metavar="FILE", help="write the result as JSON (no FILE: print that alone)")
+    add_json_option(parser, "result")
     add("--plot", metavar="FILE", help="draw times to first token over the run, as PNG")
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from prefixroute import POLICIES, LoadReport, Node, NodeSettings, Outcome, UsageError
 
 from ..clock import Agenda
-from ..parallel import Progress, add_run_options, check_writable, run_all, write_json
+from ..parallel import Progress, add_run_options, add_seed_options, check_writable, run_all, seeds_of, write_json
 from .cells import DEFAULT
 from .engine import LruBlocks, ServingEngine, Speed
 from .workloads import Arrival, ArrivalTrace, SessionShape, session_arrivals, simulated_domain
@@ -311,8 +311,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
     add("--requests", type=int, metavar="N", help=f"requests of a run ({NORMAL.requests})")
-    add("--seed", type=int, default=101, metavar="S", help="first seed (101)")
-    add("--seeds", type=int, default=1, metavar="N", help="seeds (1)")
+    add_seed_options(parser, 101, 1)
     add_run_options(parser)
 
 
@@ -322,7 +321,7 @@ def run_options(options: argparse.Namespace) -> int:
         raise UsageError("gateways need seeds >= 1 and requests >= 1")
     check_writable(options.json)
     silent = options.json == "-"
-    seeds = tuple(range(options.seed, options.seed + options.seeds))
+    seeds = seeds_of(options)
     result = run(seeds, options.workers, options.requests, silent)
     if not silent:
         print(f"{'':<20}{'hit rate':>9}{'mean s':>8}{'used':>6}{'failed':>8}   (hit rate of follow-up turns)")

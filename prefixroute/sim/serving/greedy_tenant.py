@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from prefixroute import POLICIES, Decision, Domain, Entry, FairQueue, FairSettings, Node, Tenants, UsageError
 
-from ..parallel import Progress, add_run_options, check_writable, run_all, write_json
+from ..parallel import Progress, add_run_options, add_seed_options, check_writable, run_all, seeds_of, write_json
 from .cells import DEFAULT
 from .engine import Speed
 from .loop import Attempt, Gossiping, Job, MakePolicy, ServedRequests, ServingSettings
@@ -332,8 +332,7 @@ def _rounded(part: TenantFigures) -> dict[str, float]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
-    add("--seed", type=int, default=1, metavar="S", help="first seed (1)")
-    add("--seeds", type=int, default=4, metavar="N", help="seeds (4)")
+    add_seed_options(parser, 1, 4)
     usual = TenantsSettings()
     add("--nodes", type=int, default=usual.nodes, metavar="N", help="nodes of the fleet (4)")
     add("--light", type=int, default=usual.light, metavar="N", help="light tenants (6)")
@@ -356,7 +355,7 @@ def run_options(options: argparse.Namespace) -> int:
     )
     check_writable(options.json)
     silent = options.json == "-"
-    seeds = tuple(range(options.seed, options.seed + options.seeds))
+    seeds = seeds_of(options)
     result = run(settings, seeds, options.workers, silent)
     if not silent:
         print(table(result))

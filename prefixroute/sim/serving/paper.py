@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 from prefixroute import POLICIES, PushBackSettings, UsageError
 
-from ..parallel import Progress, add_run_options, check_writable, run_all, write_json
+from ..intervals import interval
+from ..parallel import Progress, add_run_options, add_seed_options, check_writable, run_all, seeds_of, write_json
 from ..plots import plot_shares
 from .cells import DEFAULT, CellSettings, run_cell, trace_of
 from .engine import Speed
 from .faults import Fault, FaultSettings, Faulty, served_once
-from .figures import Figures, interval
+from .figures import Figures
 from .workloads import ArrivalTrace
 
 SILENT = PushBackSettings(enter_s=1e9, leave_s=1e8)
@@ -371,8 +372,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
     add("--quick", action="store_true", help="1,500 requests a run: a look, not the targets' own length")
-    add("--seed", type=int, default=0, metavar="S", help="first seed (0)")
-    add("--seeds", type=int, default=5, metavar="N", help="seeds (5)")
+    add_seed_options(parser, 0, 5)
     add_run_options(parser)
     add("--plot", metavar="FILE", help="draw a topic's share by node over time, as PNG (needs the extra sim)")
 
@@ -383,10 +383,10 @@ def run_options(options: argparse.Namespace) -> int:
         raise UsageError("the paper's rows need seeds >= 1")
     check_writable(options.json)
     check_writable(options.plot)
-    seeds, silent = range(options.seed, options.seed + options.seeds), options.json == "-"
+    silent = options.json == "-"
     if options.plot:
         draw_cycle(options.plot, options.seed)
-    result = run(tuple(seeds), options.workers, options.quick, silent)
+    result = run(seeds_of(options), options.workers, options.quick, silent)
     if not silent:
         print(text(result))
     write_json(options.json, result)

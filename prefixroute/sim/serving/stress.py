@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 from prefixroute import POLICIES, UsageError
 
-from ..parallel import Progress, add_run_options, check_writable, run_all, write_json
+from ..intervals import interval
+from ..parallel import Progress, add_run_options, add_seed_options, check_writable, run_all, seeds_of, write_json
 from .cells import DEFAULT, CellSettings, run_cell, trace_of
 from .engine import Speed
 from .faults import Fault, FaultSettings, Faulty, served_once
-from .figures import figures, interval
+from .figures import figures
 from .gateways import GatewayRun, GatewaySettings
 from .workloads import maker, short_prompts
 
@@ -267,8 +268,7 @@ def run(seeds: Sequence[int], workers: int, requests: int | None = None, silent:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
-    add("--seed", type=int, default=101, metavar="S", help="first seed (101)")
-    add("--seeds", type=int, default=2, metavar="N", help="seeds (2)")
+    add_seed_options(parser, 101, 2)
     add("--requests", type=int, metavar="N", help="requests of a run (1,500 to 4,000)")
     add_run_options(parser)
 
@@ -279,7 +279,7 @@ def run_options(options: argparse.Namespace) -> int:
         raise UsageError("stress needs seeds >= 1 and requests >= 1")
     check_writable(options.json)
     silent = options.json == "-"
-    seeds = tuple(range(options.seed, options.seed + options.seeds))
+    seeds = seeds_of(options)
     result = run(seeds, options.workers, options.requests, silent)
     if not silent:
         print(f"the default rule ({DEFAULT}) against no routing, seeds {list(seeds)}")
