@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from analyze_logs import mixed_paths, talk_paths, topic_paths, write_chats, write_one_off, write_topics
-from figures import Row, chosen, json_option, publish
+from workbench.bars import Row, chosen, json_option, publish
+from workbench.request_logs import mixed_paths, talk_paths, topic_paths, write_chats, write_one_off, write_topics
 
 from prefixroute.analyze import Collector, Limits, PromptReader
 from prefixroute.analyze.prompt_keys import Keys

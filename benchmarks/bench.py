@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import floors
-from contest import contest
-from ours import Floors, Ours
-from worlds import CASES, world
+from comparison import floors
+from comparison.contest import contest
+from comparison.ours import Floors, Ours
+from comparison.worlds import CASES, world
 
 BASELINE = Path(__file__).parent / "baseline.json"
 MOVED = 0.2

@@ -28,16 +28,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import floors
 import numpy as np
-from compare_report import FORMS, LAYERS, Row, bars, line, machine, publish, row
-from compare_tables import tables
-from compare_upkeep import ingest, memory
-from contest import calls, contest
-from figures import json_option
-from ours import NOW, ROOT, SPEC, Floors, Ours
-from rivals import ANSWERS, RIVALS, Index, Side, installed
-from worlds import BLOCK, CASES, World, world
+from comparison import floors
+from comparison.compare_report import FORMS, LAYERS, Row, bars, line, machine, publish, row
+from comparison.compare_tables import tables
+from comparison.compare_upkeep import ingest, memory
+from comparison.contest import calls, contest
+from comparison.ours import NOW, ROOT, SPEC, Floors, Ours
+from comparison.rivals import ANSWERS, RIVALS, Index, Side, installed
+from comparison.worlds import BLOCK, CASES, World, world
+from workbench.bars import json_option
 
 from prefixroute import Outcome, TokenChain
 from prefixroute.keys.chain import pack_tokens

@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from figures import Row, chosen, json_option, publish
 from numpy.typing import NDArray
+from workbench.bars import Row, chosen, json_option, publish
 
 from prefixroute import BlocksStored, Domain, EngineBatch, Node, NodeSettings, Outcome
 from prefixroute.keys.keyset import Keys

@@ -33,8 +33,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, cast
 
-from gateway_setups import RIVALS, Gateway, rivals, sidecars, workers
-from stub_worker import MODEL, VOCABULARY, words
+from workbench.gateway_setups import RIVALS, Gateway, rivals, sidecars, workers
+from workbench.stub_worker import MODEL, VOCABULARY, words
 
 GROUPS = 6
 SHARED = 0.8

@@ -32,8 +32,8 @@ from multiprocessing.connection import Connection
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from figures import Row, chosen, json_option, publish
-from gossip_fleet import DOMAIN, GIVE_UP_S, Fleet
+from workbench.bars import Row, chosen, json_option, publish
+from workbench.gossip_fleet import DOMAIN, GIVE_UP_S, Fleet
 
 from prefixroute import BlocksStored, EngineBatch, Node, NodeSettings
 from prefixroute.aio import Driver, UdpTransport

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from figures import Row, json_option, publish
+from workbench.bars import Row, json_option, publish
 
 from prefixroute import Domain, Node, Outcome
 from prefixroute.aio import Driver, UdpTransport

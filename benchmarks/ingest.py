@@ -33,9 +33,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from figures import Row, chosen, json_option, publish
 from prefixroute_sglang import decode_batch as decode_sglang
 from prefixroute_vllm import decode_batch as decode_vllm
+from workbench.bars import Row, chosen, json_option, publish
 
 from prefixroute import Domain, EngineBatch, Residency
 from prefixroute.keys.chain import ChainCursor, ChainSpec

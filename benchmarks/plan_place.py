@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import mean
 
 import numpy as np
-from figures import Row, publish
+from workbench.bars import Row, publish
 
 from prefixroute.plan import Problem, Solver, adaptive, certify, conservative, solve_exact
 from prefixroute.sim.parallel import run_all

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 
-from figures import Row, publish
+from workbench.bars import Row, publish
 
 from prefixroute.plan import (
     Empirical,

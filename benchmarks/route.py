@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-from figures import json_option
+from workbench.bars import json_option
 
 from prefixroute import BlocksStored, Domain, EngineBatch, Node, NodeSettings, Outcome
 

@@ -32,7 +32,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-from figures import Row, publish
+from workbench.bars import Row, publish
 
 from prefixroute import Domain, Node, NodeSettings, Outcome, TokenChain
 from prefixroute.endpoint.anchors import choose_stride, expected_anchors

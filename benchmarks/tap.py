@@ -24,8 +24,8 @@ from typing import Any
 
 import msgspec
 import prefixroute_vllm
-from figures import Row, publish
 from prefixroute_inproc import Tap, TapFollower, sources_of_tap
+from workbench.bars import Row, publish
 
 BLOCKS, BLOCK = 32, 32
 STEP_S = 0.001

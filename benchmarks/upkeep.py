@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from digest import DOMAIN, random_keys
-from figures import Row, chosen, json_option, publish
+from workbench.bars import Row, chosen, json_option, publish
 
 from prefixroute import BlocksStored, EngineBatch, Node, NodeSettings
 from prefixroute.keys.keyset import Delta, Keys

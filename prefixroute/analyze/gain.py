@@ -24,9 +24,9 @@ import numpy as np
 from prefixroute import POLICIES, Domain, Node, UsageError
 from prefixroute.sim.intervals import Interval, interval
 from prefixroute.sim.parallel import run_all
-from prefixroute.sim.serving.engine import LruBlocks, Speed
 from prefixroute.sim.serving.figures import Figures, figures
 from prefixroute.sim.serving.loop import Gossiping, ServedRequests, ServingSettings, Unrouted
+from prefixroute.sim.serving.serving_engine import LruBlocks, Speed
 from prefixroute.sim.serving.workloads import Arrival, ArrivalTrace, SimulatedPrompt
 
 from .collect import Kept

@@ -44,9 +44,11 @@ class Subjects:
 
 PLANS = Subjects(
     (
-        Subject("place", "which server should hold which blocks of a model that fits none of them", "cli.plan_place"),
         Subject(
-            "prefill", "which prompts a faster cluster should prefill, and how to divide the nodes", "cli.plan_prefill"
+            "place", "which server should hold which blocks of a model that fits none of them", "cli.placement_plan"
+        ),
+        Subject(
+            "prefill", "which prompts a faster cluster should prefill, and how to divide the nodes", "cli.prefill_plan"
         ),
     )
 )
@@ -72,7 +74,7 @@ SIMULATIONS = Subjects(
         Subject(
             "gateways",
             "stateless gateways in front of many endpoints: what gossip between them is worth",
-            "sim.serving.gateways",
+            "sim.serving.gateway_fleet",
         ),
         Subject(
             "stress",

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from workbench import engine_traces
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import engine_traces  # noqa: E402
 
 
 def run(name: str, *arguments: str) -> dict[str, Any]:

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
+import analyze as bench_analyze
 import pytest
+from workbench import request_logs
+from workbench.bars import Row
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import analyze as bench_analyze  # noqa: E402
-import analyze_logs  # noqa: E402
-from figures import Row  # noqa: E402
-
-from prefixroute.analyze import Collector, Limits, PromptReader  # noqa: E402
-from prefixroute.analyze.sample import Sampled  # noqa: E402
-from prefixroute.analyze.stack import ExactCurve  # noqa: E402
+from prefixroute.analyze import Collector, Limits, PromptReader
+from prefixroute.analyze.sample import Sampled
+from prefixroute.analyze.stack import ExactCurve
 
 
 def test_a_chat_log_has_the_lines_that_it_says_and_conversations_that_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(analyze_logs, "BROKEN", 50)
-    lines, broken = analyze_logs.write_chats(tmp_path / "log", 2_000_000)
+    monkeypatch.setattr(request_logs, "BROKEN", 50)
+    lines, broken = request_logs.write_chats(tmp_path / "log", 2_000_000)
     log = Collector(PromptReader(), Limits()).read([tmp_path / "log"])
     assert (log.lines, sum(log.bad.values())) == (lines, broken)
     assert broken > 1
@@ -36,13 +31,13 @@ def test_a_chat_log_has_the_lines_that_it_says_and_conversations_that_go_on(
 
 
 def test_logs_are_the_same_for_the_same_arguments() -> None:
-    for paths in (lambda: analyze_logs.mixed_paths(50), lambda: analyze_logs.talk_paths(50)):
+    for paths in (lambda: request_logs.mixed_paths(50), lambda: request_logs.talk_paths(50)):
         assert [keys.tolist() for keys in paths()] == [keys.tolist() for keys in paths()]
 
 
 def test_a_curve_that_is_off_is_seen() -> None:
     exact, sampled = ExactCurve(), Sampled(256)
-    for i, keys in enumerate(analyze_logs.talk_paths(200)):
+    for i, keys in enumerate(request_logs.talk_paths(200)):
         listed = keys.tolist()
         exact.access(listed, "")
         if i % 2:

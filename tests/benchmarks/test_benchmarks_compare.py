@@ -14,24 +14,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import bench
+import compare
 import pytest
+from comparison import (
+    compare_report,
+    compare_tables,
+    compare_upkeep,
+    contest,
+    floors,
+    ours,
+    rivals,
+    rivals_dynamo,
+    rivals_python,
+    worlds,
+)
 from xxhash import xxh3_64_intdigest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import bench  # noqa: E402
-import compare  # noqa: E402
-import compare_report  # noqa: E402
-import compare_tables  # noqa: E402
-import compare_upkeep  # noqa: E402
-import contest  # noqa: E402
-import floors  # noqa: E402
-import ours  # noqa: E402
-import rivals  # noqa: E402
-import rivals_dynamo  # noqa: E402
-import rivals_python  # noqa: E402
-import worlds  # noqa: E402
 
 
 @pytest.fixture(scope="module")

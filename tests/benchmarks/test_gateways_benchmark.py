@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from test_benchmarks import BENCHMARKS, run
-
-sys.path.insert(0, str(BENCHMARKS))
-
-from stub_worker import Cache, tokens, words
+from test_benchmarks import run
+from workbench.stub_worker import Cache, tokens, words
 
 
 def test_gateways_writes_a_row_for_each_gateway_and_kind_of_prompt(tmp_path: Path) -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections import defaultdict
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import plan_prefill
 import ttft_real

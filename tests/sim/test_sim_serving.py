@@ -13,11 +13,11 @@ from prefixroute import POLICIES, BlocksRemoved, BlocksStored, LongestMatch, NoR
 from prefixroute.sim.intervals import interval
 from prefixroute.sim.serving import workloads
 from prefixroute.sim.serving.cells import CellSettings, cell, run_cell, trace_of
-from prefixroute.sim.serving.engine import BatchServer, FifoServer, LruBlocks, Speed
 from prefixroute.sim.serving.exact_knowledge import ExactKnowledge
 from prefixroute.sim.serving.faults import Fault, FaultSettings, Faulty, served_once
 from prefixroute.sim.serving.figures import figures
 from prefixroute.sim.serving.loop import Gossiping, ServingSettings, Unrouted
+from prefixroute.sim.serving.serving_engine import BatchServer, FifoServer, LruBlocks, Speed
 
 SMALL = CellSettings(4, "zipf1.5", 0.25, 1.0, 0.5, 0.01, 300)
 

@@ -14,7 +14,7 @@ import pytest
 
 from prefixroute import UsageError, cli
 from prefixroute.sim import parallel, plots
-from prefixroute.sim.serving import gateways, grid, paper, scenario, stress
+from prefixroute.sim.serving import gateway_fleet, grid, paper, scenario, stress
 from prefixroute.sim.serving.cells import DEFAULT, CellSettings, run_cell
 from prefixroute.sim.serving.figures import Figures
 from prefixroute.sim.serving.workloads import Arrival, ArrivalTrace, SessionShape, maker
@@ -204,13 +204,13 @@ def test_gateways_that_hear_the_engines_find_sessions(monkeypatch: pytest.Monkey
         "sessions": SessionShape(4, 600, 12, 24, (6.2, 0.7), (100, 2000)),
     }
     cases = {
-        "one_gateway": gateways.GatewaySettings(gateways=1, **small),  # type: ignore[arg-type]
-        "eight_unsynced": gateways.GatewaySettings(gossips=False, **small),  # type: ignore[arg-type]
-        "eight_gossip": gateways.GatewaySettings(**small),  # type: ignore[arg-type]
-        "eight_gossip_churn": gateways.GatewaySettings(churn=3, **small),  # type: ignore[arg-type]
+        "one_gateway": gateway_fleet.GatewaySettings(gateways=1, **small),  # type: ignore[arg-type]
+        "eight_unsynced": gateway_fleet.GatewaySettings(gossips=False, **small),  # type: ignore[arg-type]
+        "eight_gossip": gateway_fleet.GatewaySettings(**small),  # type: ignore[arg-type]
+        "eight_gossip_churn": gateway_fleet.GatewaySettings(churn=3, **small),  # type: ignore[arg-type]
     }
-    monkeypatch.setattr(gateways, "CASES", cases)
-    found = gateways.run((1,), 1, 240)
+    monkeypatch.setattr(gateway_fleet, "CASES", cases)
+    found = gateway_fleet.run((1,), 1, 240)
     rates = {name: found[name]["hit_rate"] for name in cases}
     assert rates["eight_gossip"] > rates["eight_unsynced"] + 0.1
     assert rates["one_gateway"] > rates["eight_unsynced"] + 0.1

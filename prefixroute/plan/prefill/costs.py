@@ -99,7 +99,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvBytes:
-    """Bytes of KV of a prompt: tokens -> bytes. Two of them add up to a hybrid. Raises `UsageError` for sizes below 0."""
+    """Bytes of KV of a prompt: tokens -> bytes. Two add up to a hybrid. Raises `UsageError` for sizes below 0."""
 
     bytes_per_token: float = 0.0
     """Bytes that every token leaves behind."""

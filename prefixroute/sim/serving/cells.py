@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from prefixroute import POLICIES, UsageError
 
 from ..intervals import interval
-from .engine import LruBlocks, Speed
 from .exact_knowledge import ExactKnowledge
 from .figures import Figures, figures
 from .loop import Gossiping, ServedRequests, ServingSettings, Unrouted
+from .serving_engine import LruBlocks, Speed
 from .workloads import ArrivalTrace, maker
 
 DEFAULT = "rent" if "rent" in POLICIES else "greedy"

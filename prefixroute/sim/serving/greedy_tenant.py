@@ -29,8 +29,8 @@ from prefixroute import POLICIES, Decision, Domain, Entry, FairQueue, FairSettin
 
 from ..parallel import Progress, add_run_options, add_seed_options, check_writable, run_all, seeds_of, write_json
 from .cells import DEFAULT
-from .engine import Speed
 from .loop import Attempt, Gossiping, Job, MakePolicy, ServedRequests, ServingSettings
+from .serving_engine import Speed
 from .workloads import Arrival, ArrivalTrace, SimulatedPrompt, random_words
 
 GREEDY = 0

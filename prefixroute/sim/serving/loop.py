@@ -33,7 +33,7 @@ from prefixroute import (
 )
 
 from ..clock import Agenda
-from .engine import LruBlocks, ServingEngine, Speed
+from .serving_engine import LruBlocks, ServingEngine, Speed
 from .workloads import Arrival, ArrivalTrace
 
 MakePolicy = Callable[[], Policy]

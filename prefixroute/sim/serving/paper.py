@@ -23,9 +23,9 @@ from ..intervals import interval
 from ..parallel import Progress, add_run_options, add_seed_options, check_writable, run_all, seeds_of, write_json
 from ..plots import plot_shares
 from .cells import DEFAULT, CellSettings, run_cell, trace_of
-from .engine import Speed
 from .faults import Fault, FaultSettings, Faulty, served_once
 from .figures import Figures
+from .serving_engine import Speed
 from .workloads import ArrivalTrace
 
 SILENT = PushBackSettings(enter_s=1e9, leave_s=1e8)

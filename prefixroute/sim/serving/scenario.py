@@ -18,9 +18,9 @@ from prefixroute import POLICIES, UsageError, ZoneRule, Zones
 
 from ..parallel import Progress, add_run_options, check_writable, run_all, write_json
 from .cells import DEFAULT, RULES, CellSettings, run_cell, summary, table, trace_of, unit_trace
-from .engine import Speed
 from .faults import KINDS, Fault, FaultSettings, Faulty, served_once
 from .figures import Figures, figures
+from .serving_engine import Speed
 from .workloads import maker
 
 

@@ -22,10 +22,10 @@ from prefixroute import POLICIES, UsageError
 from ..intervals import interval
 from ..parallel import Progress, add_run_options, add_seed_options, check_writable, run_all, seeds_of, write_json
 from .cells import DEFAULT, CellSettings, run_cell, trace_of
-from .engine import Speed
 from .faults import Fault, FaultSettings, Faulty, served_once
 from .figures import figures
-from .gateways import GatewayRun, GatewaySettings
+from .gateway_fleet import GatewayRun, GatewaySettings
+from .serving_engine import Speed
 from .workloads import maker, short_prompts
 
 BASE = CellSettings(4, "zipf1.5", 0.25, 2.0, 0.6, 0.02, 1500)

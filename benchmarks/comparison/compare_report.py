@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contest import TALLY, Times
+from comparison.contest import TALLY, Times
 
 Row = dict[str, Any]
 FLEET = 64

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from contest import Run, calls
-from floors import Floor, pure_hash
 from prefixroute_vllm import decode_batch
-from worlds import BLOCK, CASES, DOMAIN, World, asker, endpoint_name
 
+from comparison.contest import Run, calls
+from comparison.floors import Floor, pure_hash
+from comparison.worlds import BLOCK, CASES, DOMAIN, World, asker, endpoint_name
 from prefixroute import Namespace, Node, Outcome, TokenChain
 from prefixroute.keys.chain import ChainSpec, wire_key
 from prefixroute.residency.tree import RadixTree

@@ -13,10 +13,9 @@ import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-import rivals_dynamo
-import rivals_python
-from contest import Run
-from worlds import World
+from comparison import rivals_dynamo, rivals_python
+from comparison.contest import Run
+from comparison.worlds import World
 
 
 class Side(Protocol):

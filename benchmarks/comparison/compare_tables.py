@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from compare_report import FLEET, FORMS, LAYERS, Bar, Row, Rows
+from comparison.compare_report import FLEET, FORMS, LAYERS, Bar, Row, Rows
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:

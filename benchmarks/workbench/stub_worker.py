@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """An engine that costs almost nothing, for what stands in front of it: vLLM's HTTP wire without a model.
 
-    python benchmarks/stub_worker.py PORT [EVENTS REPLAY]
+    python benchmarks/workbench/stub_worker.py PORT [EVENTS REPLAY]
 
 EVENTS and REPLAY are the ZeroMQ addresses where cache events are published. Rules:
 1. An answer is a stream of `EVENTS` events, a write each and `PAUSE_S` apart, then usage and ``[DONE]``; unstreamed it

@@ -29,7 +29,7 @@ from prefixroute import POLICIES, LoadReport, Node, NodeSettings, Outcome, Usage
 from ..clock import Agenda
 from ..parallel import Progress, add_run_options, add_seed_options, check_writable, run_all, seeds_of, write_json
 from .cells import DEFAULT
-from .engine import LruBlocks, ServingEngine, Speed
+from .serving_engine import LruBlocks, ServingEngine, Speed
 from .workloads import Arrival, ArrivalTrace, SessionShape, session_arrivals, simulated_domain
 
 

@@ -27,7 +27,7 @@ from xxhash import xxh3_64_intdigest
 from prefixroute.keys.chain import STRIDE, ChainSpec, TokenChain, pack_tokens
 from prefixroute.routing.index import DEEPEST, MergedIndex
 
-SOURCE = Path(__file__).parent / "floor" / "floor.c"
+SOURCE = Path(__file__).parent / "floor.c"
 LENGTHS = (17, 32, 33, 64, 65, 100, 128, 129, 192, 240, 241, 256, 300, 1024, 1025, 2000, 2048, 2080, 4096, 5000)
 
 

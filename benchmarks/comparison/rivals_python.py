@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contest import Run, calls
-from worlds import BLOCK, CASES, World, endpoint_name
+from comparison.contest import Run, calls
+from comparison.worlds import BLOCK, CASES, World, endpoint_name
 
 CHARACTERS = 4
 """Of a token."""

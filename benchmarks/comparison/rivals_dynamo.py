@@ -21,9 +21,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
-from contest import Run, calls
-from worlds import BLOCK, CASES, World
 from xxhash import xxh3_64_intdigest
+
+from comparison.contest import Run, calls
+from comparison.worlds import BLOCK, CASES, World
 
 SCOPE = {"model_name": "m", "routing_group": "default"}
 CHAIN_SEED = 1337

@@ -1,7 +1,8 @@
-#!/usr/bin/env python3
 """The parts of the comparison that are no decisions: prompts that come and go, and memory.
 
-As a program it weighs one index, in a process of its own: NAME LAYOUT ENDPOINTS BLOCKS PROMPTS; it prints bytes.
+As a program it weighs one index, in a process of its own, and prints bytes:
+
+    python -m comparison.compare_upkeep NAME LAYOUT ENDPOINTS BLOCKS PROMPTS
 
 Rules:
 1. Ours takes an engine's events as bytes, and so does Dynamo's tree; the others take prompts.
@@ -24,17 +25,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from compare_report import Row, bytes_row, row
-from contest import TALLY, Taken, taken, times_of
-from ours import OursChurn, allocated, index_bytes, tree_bytes
-from rivals import RIVALS, Churn
-from worlds import CASES, World, asker, tokens_of
+from comparison.compare_report import Row, bytes_row, row
+from comparison.contest import TALLY, Taken, taken, times_of
+from comparison.ours import OursChurn, allocated, index_bytes, tree_bytes
+from comparison.rivals import RIVALS, Churn
+from comparison.worlds import CASES, World, asker, tokens_of
 
 Say = Callable[[str], None]
 TRIES = 5
 NATIVE = ("dynamo service", "dynamo tree")
 """Rivals whose index is no Python."""
 
+PROGRAM, BENCHMARKS = "comparison.compare_upkeep", Path(__file__).parents[1]
 WEIGHED_ENDPOINTS, WEIGHED_BLOCKS, WEIGHED_PROMPTS = 64, 512, 8
 
 
@@ -111,8 +113,8 @@ def memory(options: argparse.Namespace, say: Say) -> Iterator[Row]:
     for layout in ("shared", "distinct"):
         used: dict[str, float] = {}
         for name in ("ours", *options.present):
-            command = [sys.executable, __file__, name, layout, str(endpoints), str(blocks), str(each)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+            command = [sys.executable, "-m", PROGRAM, name, layout, str(endpoints), str(blocks), str(each)]
+            done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=False, timeout=600)
             if done.returncode:
                 say(f"{name}: memory left out, {done.stderr.strip().splitlines()[-1:]}")
                 continue

@@ -25,7 +25,8 @@ from prefixroute_serving.sidecar_config import (
     SidecarConfig,
     dump_config,
 )
-from stub_worker import MODEL
+
+from workbench.stub_worker import MODEL
 
 HERE = Path(__file__).parent
 POLICY = "longest"
