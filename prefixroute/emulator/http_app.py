@@ -29,8 +29,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from prefixroute.emulator import metrics_page as metrics
-from prefixroute.emulator import protocol
+from prefixroute.emulator import metrics_page, protocol
 from prefixroute.emulator.answer import Answer
 from prefixroute.emulator.emulator_config import EngineConfig
 from prefixroute.emulator.engine_driver import EngineDriver, Generation
@@ -117,7 +116,7 @@ class _Routes:
         return Response(status_code=200 if self._engine.running else 503)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._engine.metrics(), media_type=metrics.CONTENT_TYPE)
+        return Response(self._engine.metrics(), media_type=metrics_page.CONTENT_TYPE)
 
     async def load(self, request: Request) -> Response:
         load = self._engine.load()

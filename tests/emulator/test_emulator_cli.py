@@ -15,8 +15,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from prefixroute.emulator import EngineConfig, KvEventsConfig
-from prefixroute.emulator import command as cli
+from prefixroute.emulator import EngineConfig, KvEventsConfig, command
 from prefixroute.errors import UsageError
 
 COMMAND = [sys.executable, "-W", "error", "-m", "prefixroute.emulator"]
@@ -96,7 +95,7 @@ def test_wrong_arguments_cost_one_line_and_exit_code_2(
 ) -> None:
     arguments = arguments if "--port" in arguments else ["--port", "0", *arguments]
     try:
-        code: object = cli.main(arguments)
+        code: object = command.main(arguments)
     except SystemExit as end:
         code = end.code
     out, err = capsys.readouterr()
@@ -119,7 +118,7 @@ def test_options_reach_the_configuration() -> None:
         "--max-num-batched-tokens 5 --max-num-queued-reqs 6 --max-num-queued-tokens 7 --default-max-tokens 10 "
         "--hash-seed s --byte-hashes"
     )
-    config = cli.config_of(cli.build_parser().parse_args(options.split()))
+    config = command.config_of(command.build_parser().parse_args(options.split()))
     assert (config.model, config.lora_modules, config.any_model) == ("a", ("x", "y"), True)
     assert (config.block_size, config.capacity_blocks, config.max_model_len) == (8, 9, 50)
     assert (config.service.prefill_s(100), config.service.decode_s(1)) == (3.0, 6.0)
@@ -130,14 +129,14 @@ def test_options_reach_the_configuration() -> None:
 
 
 def test_defaults_of_the_command_line_are_those_of_the_configuration() -> None:
-    assert cli.config_of(cli.build_parser().parse_args([])) == EngineConfig(kv_events=KvEventsConfig())
+    assert command.config_of(command.build_parser().parse_args([])) == EngineConfig(kv_events=KvEventsConfig())
 
 
 def test_listener_names_its_protocol_so_that_small_writes_are_not_delayed() -> None:
-    with cli._listen("127.0.0.1", 0) as listener:
+    with command._listen("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
     with pytest.raises(UsageError, match="cannot listen"):
-        cli._listen("no.such.host.invalid", 0)
+        command._listen("no.such.host.invalid", 0)
 
 
 def test_state_machines_need_no_server_library() -> None:

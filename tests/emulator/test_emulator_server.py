@@ -13,8 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefixroute.emulator import EmulatedEngine, EngineConfig, KvEventsConfig, Limits, ServiceModel, encode
-from prefixroute.emulator import http_app as server_module
+from prefixroute.emulator import EmulatedEngine, EngineConfig, KvEventsConfig, Limits, ServiceModel, encode, http_app
 from prefixroute.errors import UsageError
 
 NO_TIME = ServiceModel(time_scale=0)
@@ -367,7 +366,7 @@ def test_unknown_routes_and_methods_get_json_errors() -> None:
 
 
 def test_body_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(http_app, "MAX_BODY_BYTES", 100)
 
     async def test(engine: EmulatedEngine, client: httpx.AsyncClient) -> None:
         reply = await client.post("/v1/completions", json={"prompt": "x" * 200})

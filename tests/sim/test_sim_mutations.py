@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from prefixroute.replication import assembly, copies, gossip, members, sending, tempo, writer_set
-from prefixroute.replication import receiving as intake
+from prefixroute.replication import assembly, copies, gossip, members, receiving, sending, tempo, writer_set
 from prefixroute.replication.acceptance import TABLE, Life, Reach, Verdict
 from prefixroute.sim.replication.schedule import Schedule, generate, parse, play
 
@@ -99,10 +98,10 @@ def raise_something(update: Any, held: Any) -> Any:
     raise RuntimeError("boom")
 
 
-JUDGE, INIT, FORGET, LEARN = intake.judge, gossip.Gossip.__init__, members.Members.forget, members.Members.learn
+JUDGE, INIT, FORGET, LEARN = receiving.judge, gossip.Gossip.__init__, members.Members.forget, members.Members.learn
 PUBLISH, OVERHEAD = writer_set.OwnedSet.publish, sending.overhead_bytes
 
-NOTHING_KNOWN: list[Patch] = [(intake, "judge", held_nothing)]
+NOTHING_KNOWN: list[Patch] = [(receiving, "judge", held_nothing)]
 NO_WORD_OF_LIVES: list[Patch] = [(members.Members, "learn", learn_of_no_life)]
 NO_MEMORY: list[Patch] = [(members.Members, "forget", forget_at_all)]
 NO_AGES: list[Patch] = [(copies, "_age_ms", lambda age_s: 0)]
@@ -180,7 +179,7 @@ MUTATIONS = [
     Mutation("a version is used twice", [(writer_set.OwnedSet, "publish", publish_in_place)], {"monotonic"}),
     Mutation("a transfer ends early", [(assembly.Assembly, "missing", lambda *arguments: [])], {"checksum", "quiet"}),
     Mutation("a timer stands still", [(tempo.Tempo, "went", stand_still)], {"timer"}),
-    Mutation("an update raises", [(intake, "decode_keys", raise_something)], {"exception"}),
+    Mutation("an update raises", [(receiving, "decode_keys", raise_something)], {"exception"}),
 ]
 
 COVERED = [

@@ -15,7 +15,7 @@ import pytest
 from prefixroute import NodeSettings, ReplicaChanged, UsageError, cli
 from prefixroute.replication.acceptance import TABLE, Life, Reach, Verdict
 from prefixroute.sim import CALM, Engine, InvariantError, Link, LogNormal, Network, Schedule, Step, Violation, generate
-from prefixroute.sim.replication import command as replication
+from prefixroute.sim.replication import command
 from prefixroute.sim.replication.actions import ACTIONS
 from prefixroute.sim.replication.oracle import held_bytes
 from prefixroute.sim.replication.quiet import settle
@@ -207,7 +207,7 @@ def test_a_violation_is_told_counted_and_replayed(
 @pytest.mark.parametrize("bad", [(0, 1, 1, 1), (1, -1, 1, 1), (1, 1, 1, 0)])
 def test_numbers_that_make_no_sense_are_refused(bad: tuple[int, int, int, int]) -> None:
     with pytest.raises(UsageError, match="schedules >= 1"):
-        replication.run(*bad)
+        command.run(*bad)
 
 
 # --- the network -------------------------------------------------------------------------------------------

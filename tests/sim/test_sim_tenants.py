@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from prefixroute import UsageError, cli
-from prefixroute.sim.serving import greedy_tenant as tenants
+from prefixroute.sim.serving import greedy_tenant
 from prefixroute.sim.serving.greedy_tenant import GREEDY, Bar, TenantsSettings
 
 SMALL = TenantsSettings(nodes=2, light=3, prefixes=3, greedy=3.0, light_load=0.4, seconds=16.0)
 
 
 def test_the_guard_holds_its_bars_and_without_it_light_tenants_starve() -> None:
-    result = tenants.run(SMALL, (1, 2), 1)
+    result = greedy_tenant.run(SMALL, (1, 2), 1)
     assert result["ok"], result["bars"]
     alone, greedy, guarded = result["rows"]
     assert [row["case"] for row in result["rows"]] == ["alone", "greedy", "guarded"]
@@ -31,15 +31,17 @@ def test_the_guard_holds_its_bars_and_without_it_light_tenants_starve() -> None:
 
 def test_a_window_as_long_as_the_queue_is_no_guard() -> None:
     settings = replace(SMALL, seconds=8.0)
-    alone, guarded = (tenants.run_case(replace(settings, window_s=1000.0), case, 1) for case in ("alone", "guarded"))
+    alone, guarded = (
+        greedy_tenant.run_case(replace(settings, window_s=1000.0), case, 1) for case in ("alone", "guarded")
+    )
     assert guarded.most_held == 0
-    found, theirs = tenants.part_of([guarded.light]), tenants.part_of([alone.light])
+    found, theirs = greedy_tenant.part_of([guarded.light]), greedy_tenant.part_of([alone.light])
     assert found.p99_s > 2 * (theirs.p99_s + settings.full_window_s)
-    assert guarded == tenants.run_case(replace(settings, window_s=1000.0), "guarded", 1)
+    assert guarded == greedy_tenant.run_case(replace(settings, window_s=1000.0), "guarded", 1)
 
 
 def test_prompts_of_two_tenants_share_no_key_and_the_greedy_one_is_everywhere() -> None:
-    trace = tenants.trace_of(SMALL, 1)
+    trace = greedy_tenant.trace_of(SMALL, 1)
     roots: dict[int, set[int]] = {}
     for arrival in trace.arrivals:
         roots.setdefault(arrival.topic, set()).add(arrival.prompt.chain.key(0))

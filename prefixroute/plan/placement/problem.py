@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ from prefixroute.errors import UsageError
 Floats = NDArray[np.float64]
 Matrix = Sequence[Sequence[float]] | Floats
 Vector = Sequence[float] | Floats
-Topology = Literal["hub", "chain"]
 
 ROUNDING = 1e-9
 """Shares of a block or slot below this are rounding errors of the division, not a lack of memory."""

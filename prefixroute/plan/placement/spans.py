@@ -43,11 +43,6 @@ class Placement:
     complete_after: int = 0
     """How many of them cover every block for the design load; 0 when the rule does not say."""
 
-    @property
-    def blocks_held(self) -> int:
-        """Blocks on all servers together."""
-        return sum(span.blocks for span in self.spans if span is not None)
-
 
 def coverage(problem: Problem, spans: Sequence[Span | None]) -> NDArray[np.int64]:
     """Return how many servers hold each block."""

@@ -39,13 +39,12 @@ from prefixroute.plan import (
 from ..intervals import interval
 from ..parallel import Progress, add_run_options, check_writable, run_all, write_json
 from ..plots import plot_lines
-from . import changes_command as changes
+from . import changes_command
 from .fleets import FleetShape, made_fleet
 from .sessions import Ask, Done, Route, from_trace, poisson, read_arrivals, serve, waiting_route
 from .wan import BUILT_IN, network
 
 BASELINE = "petals"
-OURS = "adaptive"
 
 
 class PlacementCase(NamedTuple):
@@ -289,14 +288,14 @@ def _run_changes(options: argparse.Namespace) -> int:
         raise UsageError("--changes needs two rates: the calm one, and the one that it jumps to, as 0.2,1.6")
     shape = FleetShape(options.servers, clients=options.clients, small_blocks=options.small_blocks)
     tasks = [
-        changes.StoryTask(source, shape, rates[0], rates[1], options.requests, True, options.headroom, seed)
+        changes_command.StoryTask(source, shape, rates[0], rates[1], options.requests, True, options.headroom, seed)
         for source in options.networks.split(",")
         for seed in range(options.seeds)
     ]
     silent = options.json == "-"
-    rows = changes.compare_stories(tasks, options.workers, silent)
+    rows = changes_command.compare_stories(tasks, options.workers, silent)
     if not silent:
-        print(changes.table(rows))
+        print(changes_command.table(rows))
         print(f"{options.requests} requests after the jump from {rates[0]:g} to {rates[1]:g} a second")
     write_json(options.json, {"requests": options.requests, "seeds": options.seeds, "rows": rows})
     return 0
