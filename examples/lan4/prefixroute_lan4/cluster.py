@@ -26,10 +26,10 @@ from typing import Any
 import httpx
 from prefixroute_launch.launcher import EngineSpec, Launcher, LauncherFactory, RunningEngine, answers_health
 from prefixroute_launch.processes import ChildProcess, ProcessError
+from prefixroute_serving.attach import EngineConfig
 from prefixroute_serving.sidecar_config import (
-    Address,
     DomainConfig,
-    EngineConfig,
+    HostPort,
     PeerConfig,
     SidecarConfig,
     dump_config,
@@ -198,8 +198,8 @@ class Cluster:
         assert engine is not None
         return SidecarConfig(
             node=site.name,
-            http=Address(host=HOST, port=site.http_port),
-            gossip=Address(host=HOST, port=site.gossip_port),
+            http=HostPort(host=HOST, port=site.http_port),
+            gossip=HostPort(host=HOST, port=site.gossip_port),
             engine=EngineConfig(
                 url=engine.url,
                 kind=engine.kind,
@@ -215,7 +215,7 @@ class Cluster:
                 secret="lan4 demo",
             ),
             peers=tuple(
-                PeerConfig(node=peer.name, gossip=Address(host=HOST, port=peer.gossip_port))
+                PeerConfig(node=peer.name, gossip=HostPort(host=HOST, port=peer.gossip_port))
                 for peer in self.sites
                 if peer is not site
             ),
