@@ -35,8 +35,8 @@ import httpx
 from engine_traces import ANSWER_TOKENS, TRACES, Ask, closed_loop, dialogues, open_loop
 from prefixroute_lan4.cluster import Cluster, ClusterSettings
 from prefixroute_lan4.loadgen import AnswerError, NodeAddress, ask, new_client
-from prefixroute_lan4.measure import quantile
 from prefixroute_launch.launcher import LAUNCHERS, TOKENIZERS, launcher_for
+from prefixroute_serving.sidecar_stats import quantile
 
 from prefixroute.errors import UsageError
 

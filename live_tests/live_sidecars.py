@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import httpx
 from live_engines import ADAPTER, DEADLINE_S, LiveEngine, completion, read_reply, until
-from prefixroute_lan4.cluster import free_ports
-from prefixroute_launch.processes import ChildProcess
+from prefixroute_launch.processes import ChildProcess, free_ports
 from prefixroute_serving.attach import EngineConfig
 from prefixroute_serving.headers import HOP_HEADER, MATCHED_HEADER, TARGET_HEADER
 from prefixroute_serving.sidecar_config import (

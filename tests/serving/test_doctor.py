@@ -278,7 +278,7 @@ def test_a_file_that_changed_after_the_sidecar_had_read_it(tmp_path: Path) -> No
 def test_a_step_of_the_clock_is_told_and_is_no_fault(tmp_path: Path) -> None:
     async def work(nodes: Fleet) -> list[Finding]:
         wall = [0.0]
-        nodes.two.wall_clock = WallClock(lambda: wall[0], lambda: 0.0)
+        nodes.two.site.wall_clock = WallClock(lambda: wall[0], lambda: 0.0)
         wall[0] = -7.5
         return await nodes.examined()
 
@@ -512,7 +512,7 @@ def test_nodes_that_do_not_take_what_the_other_signs(tmp_path: Path) -> None:
 
     async def work(nodes: Fleet) -> list[Finding]:
         old = nodes.one.config.domain.secret.encode()
-        nodes.two.set_secrets([b"a new one of sixteen bytes", old])
+        nodes.two.site.set_secrets([b"a new one of sixteen bytes", old])
         return await nodes.examined(nodes.one)
 
     told = only(examined(tmp_path, work), "secrets")

@@ -57,7 +57,7 @@ def test_a_sighup_reads_the_secrets_anew_and_a_bad_file_changes_nothing(
     async def test(pair: Pair) -> None:
         sidecar, path = pair.one.sidecar, tmp_path / "config.json"
         dump_config(structs.replace(sidecar.config, secrets=(OLD.decode(), NEW.decode())), path)
-        reread_on_sighup(sidecar, path)
+        reread_on_sighup(sidecar.site, path)
         os.kill(os.getpid(), signal.SIGHUP)
         await until(lambda: sidecar.site.secrets == (OLD, NEW))
         path.write_text('{"node": 7}')

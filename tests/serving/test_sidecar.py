@@ -123,8 +123,8 @@ def test_a_peer_that_is_busier_than_it_told_hands_the_prompt_back(folder: Path) 
         assert reply.status_code == 200
         assert reply.headers["x-prefixroute-target"] == "node-1/0"
         assert float(pair.two.sidecar_faults.calls[-1]["x-prefixroute-budget-ms"]) > 0
-        assert one.stats()["requests"]["handed back"] == 1
-        assert "failed attempts" not in one.stats()["requests"]
+        assert one.site.counts["handed back"] == 1
+        assert "failed attempts" not in one.site.counts
         assert one.node.counters["outcomes_declined"] == two.node.counters["decisions_declined"] == 1
         row = next(row for row in one.node.stats(one.driver.now()).endpoints if row.endpoint == "node-2/0")
         assert row.usable
@@ -402,7 +402,7 @@ def test_a_refusal_in_a_stream_is_a_refusal_before_the_client_hears_of_it(folder
         assert "outcomes_failed" not in one.node.counters
         if first == FULL:
             assert reply.headers["x-prefixroute-target"] == "node-2/0"
-            assert "resumed" not in one.stats()["requests"]
+            assert "resumed" not in one.site.counts
 
     run_pair(test, folder)
 
