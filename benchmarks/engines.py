@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 import httpx
 from prefixroute_lan4.cluster import Cluster, ClusterSettings
 from prefixroute_lan4.loadgen import AnswerError, NodeAddress, ask, new_client
-from prefixroute_lan4.measure import quantile
 from prefixroute_launch.launcher import LAUNCHERS, TOKENIZERS, launcher_for
+from prefixroute_serving.sidecar_stats import quantile
 from workbench.engine_traces import ANSWER_TOKENS, TRACES, Ask, closed_loop, dialogues, open_loop
 
 from prefixroute.errors import UsageError

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from prefixroute_lan4.cluster import free_ports
 from prefixroute_launch.launcher import LAUNCHERS, EngineSpec, launcher_for
+from prefixroute_launch.processes import free_ports
 
 LENGTHS = (128, 256, 384, 512, 768, 1024)
 CACHED = (0.0, 0.25, 0.5, 0.75)

@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from prefixroute_lan4.cluster import free_ports
 from prefixroute_launch.launcher import EngineSpec, RunningEngine
-from prefixroute_launch.processes import ProcessError
+from prefixroute_launch.processes import ProcessError, free_ports
 from prefixroute_launch.vllm_launcher import VllmLauncher
 from prefixroute_vllm import EventSource, Follower, discover
 

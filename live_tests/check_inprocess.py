@@ -39,9 +39,8 @@ import prefixroute_sglang as sglang
 import prefixroute_vllm as vllm
 from check_estimates import Asked, ask, requests
 from prefixroute_inproc import TapFollower, sources_of_tap
-from prefixroute_lan4.cluster import free_ports
 from prefixroute_launch.launcher import EngineSpec
-from prefixroute_launch.processes import ProcessError
+from prefixroute_launch.processes import ProcessError, free_ports
 from prefixroute_launch.sglang_launcher import SglangLauncher, SglangSettings
 from prefixroute_launch.vllm_launcher import VllmLauncher, VllmSettings
 

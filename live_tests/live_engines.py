@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import httpx
 import zmq
-from prefixroute_lan4.cluster import free_ports
 from prefixroute_launch.launcher import EngineSpec, Launcher, RunningEngine
+from prefixroute_launch.processes import free_ports
 from prefixroute_launch.real_engine import EngineHome, ensure_lora
 from prefixroute_launch.sglang_launcher import SglangLauncher, SglangSettings
 from prefixroute_launch.vllm_launcher import VllmLauncher, VllmSettings

@@ -20,19 +20,17 @@ from typing import Any, NamedTuple
 
 import httpx
 from live_engines import ADAPTER, DEADLINE_S, LiveEngine, completion, read_reply, until
-from prefixroute_lan4.cluster import free_ports
-from prefixroute_launch.processes import ChildProcess
-from prefixroute_serving.exchange import HOP_HEADER, MATCHED_HEADER
+from prefixroute_launch.processes import ChildProcess, free_ports
+from prefixroute_serving.attach import EngineConfig
+from prefixroute_serving.headers import HOP_HEADER, MATCHED_HEADER, TARGET_HEADER
 from prefixroute_serving.sidecar_config import (
-    Address,
     DomainConfig,
-    EngineConfig,
+    HostPort,
     PeerConfig,
     SidecarConfig,
+    TenantsConfig,
     dump_config,
 )
-from prefixroute_serving.tenant_config import TenantsConfig
-from prefixroute_serving.upstream import TARGET_HEADER
 
 from prefixroute import Domain
 
@@ -215,8 +213,8 @@ class Fleet:
         running = engine.now
         config = SidecarConfig(
             node=place.name,
-            http=Address(host=HOST, port=place.http),
-            gossip=Address(host=HOST, port=place.gossip),
+            http=HostPort(host=HOST, port=place.http),
+            gossip=HostPort(host=HOST, port=place.gossip),
             engine=EngineConfig(
                 url=running.url,
                 kind=running.kind,
@@ -226,7 +224,7 @@ class Fleet:
                 prefill_tokens_per_s=running.prefill_tokens_per_s,
             ),
             domain=DomainConfig(model=running.model, tokenizer=running.tokenizer, secret="live suite"),
-            peers=tuple(PeerConfig(node=peer.name, gossip=Address(host=HOST, port=peer.gossip)) for peer in peers),
+            peers=tuple(PeerConfig(node=peer.name, gossip=HostPort(host=HOST, port=peer.gossip)) for peer in peers),
             policy=policy,
             tenants=tenants,
         )

@@ -8,7 +8,7 @@ from live_engines import LiveEngine
 from live_oracle import Tally, counted, draw
 from live_shapes import each_engine
 from live_sidecars import TENANT, Fleet
-from prefixroute_serving.tenant_config import TenantsConfig
+from prefixroute_serving.sidecar_config import TenantsConfig
 
 from prefixroute import Tenants
 

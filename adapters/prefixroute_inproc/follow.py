@@ -26,9 +26,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from prefixroute_streams.engine_form import Engine
-from prefixroute_streams.follower_stats import LONG_PROMPT_TOKENS, SILENT_AFTER, FollowerStats
-from prefixroute_zmq.address import EventSource
+from prefixroute_streams.source import LONG_PROMPT_TOKENS, SILENT_AFTER, Engine, EventSource, FollowerStats
 
 from prefixroute.errors import DecodeError, UsageError
 from prefixroute.events import EngineBatch, EngineEvent, StreamGap, StreamRestarted, UnknownEvent

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from prefixroute_zmq.address import EventSource
+from prefixroute_streams import EventSource
 
 from prefixroute.errors import UsageError
 

@@ -29,12 +29,10 @@ import msgspec
 from prefixroute import Domain, Tenants
 
 from .door import Reply, error_reply
+from .headers import TENANT_HEADER
 from .prompts import RequestBody
 from .seals import Seals
-from .tenant_config import NARROW, TRUST, TenantsConfig
-
-TENANT_HEADER: Final = "x-prefixroute-tenant"
-"""Of a forward: the proof, and the tenant's name in hex."""
+from .sidecar_config import NARROW, TRUST, TenantsConfig
 
 UNTRUSTED_SALT: Final = "a salt of the client's own: served here"
 
@@ -46,7 +44,7 @@ MAX_SALT_CHARS: Final = 128
 _PURPOSE: Final = b"carried tenant"
 
 
-class Refused(Exception):  # noqa: N818 - an answer, not an error of the program
+class CallerRefused(Exception):  # noqa: N818 - an answer, not an error of the program
     """The request is not served; `reply` says why."""
 
     def __init__(self, reply: Reply) -> None:
@@ -81,7 +79,7 @@ class Callers:
     def identify(
         self, headers: Sequence[tuple[str, str]], forwarded: bool, body: bytes, request: RequestBody
     ) -> Caller:
-        """Whose request it is. Raises Refused."""
+        """Whose request it is. Raises CallerRefused."""
         apart = request.extra_key is not None
         if forwarded:
             tenant = self._proved(dict(headers).get(TENANT_HEADER, ""), body)
@@ -106,7 +104,7 @@ class Callers:
             raise _mistake(f"the body is not JSON: {error}") from None
 
     def prove(self, tenant: str, body: bytes) -> str:
-        """The value of a forward's header; "" without a secret."""
+        """The value of `TENANT_HEADER`: the proof, and the tenant's name in hex; "" without a secret."""
         return f"{self.seals.seal(*_parts(tenant, body))}-{tenant.encode().hex()}" if self.seals else ""
 
     def _named(self, headers: Sequence[tuple[str, str]]) -> str:
@@ -119,7 +117,7 @@ class Callers:
         if len(tenant) > MAX_NAME_CHARS:
             raise _mistake(f"the header {self._header} must name a tenant in at most {MAX_NAME_CHARS} characters")
         if not tenant and self._config.required:
-            raise Refused(error_reply(403, f"the header {self._header} must name the tenant", "permission_error"))
+            raise CallerRefused(error_reply(403, f"the header {self._header} must name the tenant", "permission_error"))
         return tenant
 
     def _proved(self, told: str, body: bytes) -> str | None:
@@ -148,5 +146,5 @@ def _text(salt: object) -> str:
     return salt if isinstance(salt, str) and len(salt) <= MAX_SALT_CHARS else ""
 
 
-def _mistake(what: str) -> Refused:
-    return Refused(error_reply(400, what, "invalid_request_error"))
+def _mistake(what: str) -> CallerRefused:
+    return CallerRefused(error_reply(400, what, "invalid_request_error"))

@@ -21,8 +21,6 @@ from prefixroute import Domain
 
 from .seals import Seals
 
-TOKENS_HEADER: Final = "x-prefixroute-tokens"
-
 _PURPOSE: Final = b"carried tokens"
 _TOKEN_BYTES: Final = 4
 _ABLE: Final = array("I").itemsize == _TOKEN_BYTES
@@ -35,7 +33,7 @@ class Carried(NamedTuple):
     tokens: array[int] | None
 
 
-class Carrier:
+class TokenCarrier:
     """Packs and unpacks forwarded bodies of one domain. O(bytes)."""
 
     def __init__(self, domain: Domain, secrets: Sequence[bytes] = ()) -> None:

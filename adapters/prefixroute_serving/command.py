@@ -18,7 +18,7 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
 
 def _run_serve(options: argparse.Namespace) -> int:
     with needing_extra("serving", "demo"):
-        from .sidecar import run
+        from .serve import run
     return run(options.config)
 
 

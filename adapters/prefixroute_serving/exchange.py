@@ -5,7 +5,7 @@ Rules:
    handed back: the first attempt carries a budget, and a peer that would need longer declines, at once and once.
 2. Nothing is sent to the client before an engine's first event is here, so until then a failure costs time only:
    the next fallback is asked, the local engine last.
-3. After that a broken stream goes on from another engine under the rules of `sse.StreamLedger`.
+3. After that a broken stream goes on from another engine under the rules of `streams.StreamLedger`.
 4. Every attempt ends in exactly one `node.report`.
 5. A peer with several endpoints (ranks) chooses among them itself. What its answer tells counts for the endpoint that
    was asked only if that one served.
@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -35,73 +34,40 @@ from urllib.parse import urlsplit
 import msgspec
 from starlette.types import Send
 
-from prefixroute import Decision, LoadReport, Node, Outcome, OutcomeKind
+from prefixroute import Decision, LoadReport, Outcome, OutcomeKind
 
-from . import client
-from .attach.attachment import Attachment
 from .attach.kinds import without_rank
-from .callers import TENANT_HEADER, Callers
-from .carried_tokens import TOKENS_HEADER, Carrier
 from .door import Reply, begin_reply, error_reply, send_piece, send_reply
-from .sidecar_config import TimeoutConfig
-from .streams import Diverged, StreamLedger, UpstreamBroke
-from .turns import Gate, Turn
-from .upstream import (
+from .headers import (
+    BUDGET_HEADER,
     DECLINED_HEADER,
+    HOP_HEADER,
     LOAD_HEADER,
+    MATCHED_HEADER,
+    REASON_HEADER,
     TARGET_HEADER,
-    Answer,
-    AttemptFailed,
-    begin,
-    cached_in_body,
-    check_answered,
-    failed,
-    load_of,
-    outcome_of,
+    TENANT_HEADER,
+    TOKENS_HEADER,
+    budget_text,
+    load_text,
+    printable,
+    read_load,
 )
-
-HOP_HEADER = "x-prefixroute-hop"
-BUDGET_HEADER = "x-prefixroute-budget-ms"
-REASON_HEADER = "x-prefixroute-reason"
-MATCHED_HEADER = "x-prefixroute-matched"
+from .http_client import HttpError, IncomingReply, TimedOut
+from .site import Site
+from .streams import Diverged, StreamLedger, UpstreamBroke
+from .turns import Turn
+from .upstream import AttemptFailed, BegunAnswer, begin, cached_in_body, check_answered, failed, outcome_of
 
 _KEPT_REPLY_HEADERS = ("x-request-id", "retry-after")
 
 
-@dataclass(slots=True)
-class Site:
-    """What all exchanges of a sidecar share: the node, its clock, the local engine, and how to reach others.
+class OutgoingRequest(NamedTuple):
+    """A client's request as it is sent on.
 
-    `hosts` are those that prompts may be sent to, all if there are none; `gate` is None where tenants take no turns;
-    `readers` are the peers that read the tokens that a forward carries.
-    """
-
-    node: Node
-    now: Callable[[], float]
-    client: client.Client
-    engine: Attachment
-    timeouts: TimeoutConfig
-    carrier: Carrier
-    callers: Callers
-    gate: Gate | None = None
-    hosts: frozenset[str] = frozenset()
-    readers: set[str] = field(default_factory=set)
-    counts: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def endpoints(self) -> Mapping[str, int]:
-        """The local endpoints, and the rank of each."""
-        return self.engine.endpoints
-
-    def count(self, what: str) -> None:
-        """One more of `what`, for the statistics."""
-        self.counts[what] = self.counts.get(what, 0) + 1
-
-
-class Call(NamedTuple):
-    """A client's request as it is sent on. `forwarded`: it came from a peer; `tokens`: what no peer need read again.
-
-    `tenant` and `salt` are its caller's, "" for none: peers are told, since the body is salted already.
+    `forwarded`: it came from a peer. `tokens` are carried along to a peer, so that it need not read the prompt again;
+    None: not known, or read as quickly as they are carried. `tenant` and `salt` are its caller's, "" for none: peers
+    are told them, since the body is salted already.
     """
 
     path: str
@@ -117,9 +83,9 @@ class Call(NamedTuple):
 class Exchange:
     """One request under one decision."""
 
-    def __init__(self, site: Site, call: Call, decision: Decision) -> None:
+    def __init__(self, site: Site, request: OutgoingRequest, decision: Decision) -> None:
         self._site = site
-        self._call = call
+        self._request = request
         self._decision = decision
         self._began = time.perf_counter()
         self._ttft_s: float | None = None
@@ -145,7 +111,7 @@ class Exchange:
 
     # --- attempts ------------------------------------------------------------------------------------------
 
-    async def _open_next(self) -> tuple[Answer | None, Reply]:
+    async def _open_next(self) -> tuple[BegunAnswer | None, Reply]:
         """Ask the current target, then its fallbacks; the last failure's reply when none is left."""
         reply = error_reply(502, "no engine answered")
         while self._target is not None:
@@ -156,18 +122,18 @@ class Exchange:
                 self._report_failure(failure.outcome)
         return None, reply
 
-    async def _open(self, target: str) -> Answer:
+    async def _open(self, target: str) -> BegunAnswer:
         """Send the request to `target` and wait for its first event."""
-        upstream: client.Reply | None = None
+        upstream: IncomingReply | None = None
         try:
             upstream = await self._send(target)
             answer = await begin(target, upstream)
             self._note_status(target, answer.status)
             return check_answered(answer)
-        except client.TimedOut as error:
+        except TimedOut as error:
             _close(upstream)
             raise failed(Outcome.timed_out(), f"{target} timed out: {error}", 504) from error
-        except (client.HttpError, ValueError) as error:
+        except (HttpError, ValueError) as error:
             _close(upstream)
             if target in self._site.endpoints:
                 self._site.engine.doubt()
@@ -180,38 +146,38 @@ class Exchange:
         if target in self._site.endpoints:
             self._site.engine.answered(target, status, self._decision.prompt_tokens)
 
-    async def _send(self, target: str) -> client.Reply:
-        site, call, connect_s = self._site, self._call, self._site.timeouts.connect_s
+    async def _send(self, target: str) -> IncomingReply:
+        site, request, connect_s = self._site, self._request, self._site.config.timeouts.connect_s
         if target in site.endpoints:
             site.count("local")
             await self._take_turn(target)
-            aimed, body = site.engine.aimed(target, call.headers, call.body)
-            return await site.client.post(site.engine.config.url, call.path, aimed, body, connect_s=connect_s)
+            aimed, body = site.engine.aimed(target, request.headers, request.body)
+            return await site.client.post(site.engine.config.url, request.path, aimed, body, connect_s=connect_s)
         site.count("forwarded")
-        headers, body = [*without_rank(call.headers), (HOP_HEADER, "1")], call.body
+        headers, body = [*without_rank(request.headers), (HOP_HEADER, "1")], request.body
         if self._budget_s < inf:
-            headers.append((BUDGET_HEADER, f"{1000 * self._budget_s:.3f}"))
-        if call.tenant or call.salt:
-            proof = site.callers.prove(call.tenant, body)
+            headers.append((BUDGET_HEADER, budget_text(self._budget_s)))
+        if request.tenant or request.salt:
+            proof = site.callers.prove(request.tenant, body)
             headers += [(TENANT_HEADER, proof)] if proof else []
         peer = target.partition("/")[0]
         if peer in site.readers:
-            body, told = site.carrier.pack(body, call.tokens)
+            body, told = site.carrier.pack(body, request.tokens)
             headers += [(TOKENS_HEADER, told)] if told else []
-        patience = site.timeouts.stream_s if call.streamed else site.timeouts.whole_s
+        patience = site.config.timeouts.stream_s if request.streamed else site.config.timeouts.whole_s
         url = allowed(site.node.endpoint_url(target), site.hosts)
-        upstream = await site.client.post(url, call.path, headers, body, connect_s=connect_s, read_s=patience)
+        upstream = await site.client.post(url, request.path, headers, body, connect_s=connect_s, read_s=patience)
         # A peer that says nothing of it may be of an older version, to which such a body is no JSON.
         (site.readers.add if TOKENS_HEADER in upstream.headers else site.readers.discard)(peer)
         return upstream
 
     async def _take_turn(self, target: str) -> None:
         """Wait until the local engine is to have the request; AttemptFailed when its tenant has too many waiting."""
-        site, call = self._site, self._call
-        if site.gate is None:
+        site, request = self._site, self._request
+        if site.turns is None:
             return
-        self._turn = turn = site.gate.turn(target, call.streamed)
-        turn.enter(call.tenant, self._decision, target, len(call.body))
+        self._turn = turn = site.turns.turn(target, request.streamed)
+        turn.enter(request.tenant, self._decision, target, len(request.body))
         if turn.full:
             site.count("refused: queue full")
             raise failed(Outcome.cancelled(), "too many requests of this tenant wait here", 429)
@@ -219,10 +185,10 @@ class Exchange:
 
     # --- streams -------------------------------------------------------------------------------------------
 
-    async def _stream(self, answer: Answer, send: Send) -> None:
+    async def _stream(self, answer: BegunAnswer, send: Send) -> None:
         """Pass events on, from the next fallback when an upstream dies, until the answer is whole."""
         ledger = StreamLedger()
-        current: Answer | None = answer
+        current: BegunAnswer | None = answer
         try:
             while current is not None:
                 outcome = await self._pass_on(current, ledger, send)
@@ -241,7 +207,7 @@ class Exchange:
                 current.upstream.close()
             await send_piece(send, _error_event(f"the answer was broken off: {error}"), more=False)
 
-    async def _pass_on(self, answer: Answer, ledger: StreamLedger, send: Send) -> Outcome | None:
+    async def _pass_on(self, answer: BegunAnswer, ledger: StreamLedger, send: Send) -> Outcome | None:
         """Pass on one upstream's events; how it failed, None when its answer is whole. Raises Diverged."""
         assert answer.cutter is not None
         events: Iterable[bytes] = answer.events or ()
@@ -258,12 +224,12 @@ class Exchange:
                 if not data:
                     return None if ledger.done else Outcome.failed("the stream ended early")
                 events = answer.cutter.feed(data)
-        except client.TimedOut:
+        except TimedOut:
             return Outcome.timed_out()
         except UpstreamBroke as error:
             self._note_status(answer.target, error.status)
             return outcome_of(error.status, str(error))
-        except (client.HttpError, ValueError) as error:
+        except (HttpError, ValueError) as error:
             return Outcome.failed(str(error))
         finally:
             answer.upstream.close()
@@ -276,10 +242,10 @@ class Exchange:
 
     # --- reports -------------------------------------------------------------------------------------------
 
-    def _report_served(self, answer: Answer, cached: int | None) -> None:
+    def _report_served(self, answer: BegunAnswer, cached: int | None) -> None:
         if answer.status == 200:
             asked = answer.served_by == answer.target
-            load = None if answer.target in self._site.endpoints or not asked else load_of(answer.upstream)
+            load = None if answer.target in self._site.endpoints or not asked else read_load(answer.upstream.headers)
             self._report(Outcome.served(cached_tokens=cached if asked else None, ttft_s=self._ttft_s, load=load))
             self._settled = True
         else:
@@ -305,17 +271,17 @@ class Exchange:
             turn.over(outcome)
         return self._site.node.report(self._decision, outcome, self._site.now(), endpoint=self._target)
 
-    def _headers(self, answer: Answer) -> tuple[tuple[str, str], ...]:
+    def _headers(self, answer: BegunAnswer) -> tuple[tuple[str, str], ...]:
         site, decision, told = self._site, self._decision, answer.upstream.headers
         headers = [(name, told[name]) for name in _KEPT_REPLY_HEADERS if name in told]
         headers.append((TARGET_HEADER, answer.served_by))
-        headers.append((REASON_HEADER, _header_text(decision.reason)))
+        headers.append((REASON_HEADER, printable(decision.reason)))
         headers.append((MATCHED_HEADER, str(decision.matched_tokens)))
-        if self._call.forwarded:
+        if self._request.forwarded:
             headers.append((TOKENS_HEADER, "read"))
             if answer.target in site.endpoints:
                 load = site.node.load(answer.target, site.now())
-                headers.append((LOAD_HEADER, _header_text(dump_load(load))))
+                headers.append((LOAD_HEADER, load_text(load)))
         return tuple(headers)
 
 
@@ -332,17 +298,12 @@ def _accepted(ledger: StreamLedger, events: Iterable[bytes]) -> tuple[bytes, Div
     return b"".join(passed), None
 
 
-def dump_load(load: LoadReport) -> str:
-    """A load report as one line of JSON, for a reply header."""
-    return msgspec.json.encode(load).decode()
-
-
 def declined_reply(load: LoadReport, matched_tokens: int) -> Reply:
     """What a peer is told whose prompt would take longer here than its budget."""
     reply = error_reply(503, "it would take longer here than the budget")
     told = (
         (DECLINED_HEADER, str(matched_tokens)),
-        (LOAD_HEADER, _header_text(dump_load(load))),
+        (LOAD_HEADER, load_text(load)),
         (TOKENS_HEADER, "read"),
     )
     return reply._replace(headers=told)
@@ -356,23 +317,9 @@ def allowed(url: str, hosts: frozenset[str]) -> str:
     return url
 
 
-def budget_of(text: str | None) -> float:
-    """The budget in seconds that a forward carries; infinite when it carries none that can be read."""
-    try:
-        budget_s = float(text or "inf") / 1000
-    except ValueError:
-        return inf
-    return budget_s if budget_s >= 0 else inf
-
-
-def _close(upstream: client.Reply | None) -> None:
+def _close(upstream: IncomingReply | None) -> None:
     if upstream is not None:
         upstream.close()
-
-
-def _header_text(text: str) -> str:
-    """Fit for a header: printable ASCII."""
-    return "".join(char if " " <= char <= "~" else "?" for char in text)
 
 
 def _error_event(message: str) -> bytes:

@@ -28,7 +28,7 @@ _MEMO_PROMPTS = 1024
 TOKENIZE_TIMEOUT_S = 10.0
 """How long the engine's answer is worth waiting for."""
 
-Ask = Callable[[bytes], Awaitable[bytes | None]]
+AskEngine = Callable[[bytes], Awaitable[bytes | None]]
 """Asks the engine's ``POST /tokenize``; None: no answer."""
 
 _NONE = msgspec.Raw()
@@ -72,7 +72,7 @@ def read_body(body: bytes) -> RequestBody:
         raise ValueError(f"the body is not JSON: {error}") from None
 
 
-class Prompt(NamedTuple):
+class RoutedPrompt(NamedTuple):
     """What a request is routed by. `tokens` are 32-bit ids; None: unknown, only load counts.
 
     `was_text`: reading it again would take a tokenizer.
@@ -87,23 +87,25 @@ class _Tokenized(msgspec.Struct):
     tokens: list[int]
 
 
-class PromptReader:
+class PromptTokenizer:
     """Reads prompts with the engine's tokenizer, and remembers the last ones by their digest."""
 
-    def __init__(self, ask: Ask, model: str, own: OwnTokenizer | None = None) -> None:
+    def __init__(self, ask: AskEngine, model: str, own: OwnTokenizer | None = None) -> None:
         self._ask = ask
         self._model = model
         self._own = own
         self._memo: LRUCache[bytes, array[int]] = LRUCache(_MEMO_PROMPTS)
         self._decoder = msgspec.json.Decoder(_Tokenized)
 
-    async def read(self, request: RequestBody, chat: bool, known: array[int] | None = None, salt: str = "") -> Prompt:
+    async def read(
+        self, request: RequestBody, chat: bool, known: array[int] | None = None, salt: str = ""
+    ) -> RoutedPrompt:
         """The prompt of a request that is cached under `salt`, whose tokens may be `known`.
 
         Never raises for what a client may send.
         """
         tokens = known if known is not None else await self._tokens(request, chat)
-        return Prompt(tokens, self._namespace(request, salt), chat or _kind(request.prompt) == b'"')
+        return RoutedPrompt(tokens, self._namespace(request, salt), chat or _kind(request.prompt) == b'"')
 
     def _namespace(self, request: RequestBody, salt: str) -> Namespace:
         model = request.model

@@ -3,6 +3,8 @@
 Rules:
 1. A field that is not known is an error, so that a misspelt one does not silently do nothing.
 2. Everything that must be equal on all nodes stands under ``domain``; nodes that differ in it refuse each other.
+3. What cannot be kept is refused when the configuration is read, not when a request comes.
+4. What is said of the engine is `EngineConfig`, in `attach`, which needs no sidecar.
 """
 
 from __future__ import annotations
@@ -10,32 +12,30 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from prefixroute_inproc import is_tap, sources_of_tap
-from prefixroute_zmq import endpoint_of_rank
 
-from prefixroute import Domain, NodeSettings, PushBackSettings, ZoneRule, Zones
+from prefixroute import Domain, NodeSettings, PushBackSettings, Tenants, ZoneRule, Zones
 from prefixroute.errors import UsageError
 from prefixroute.policy import POLICIES as POLICY_TYPES
 from prefixroute.policy import Policy
 
-from .tenant_config import TenantsConfig, check_tenants
+from .attach.engine_config import EngineConfig
 
 DEFAULT_POLICY = "default"
 POLICIES = (DEFAULT_POLICY, *POLICY_TYPES)
 """Words for `SidecarConfig.policy`."""
 
 GOOD_SECRET_BYTES = 16
-"""Of chance: a shorter secret can be guessed by who hears one datagram."""
+"""A shorter secret can be guessed by anybody who hears one datagram."""
 
-ENGINE_KINDS = ("vllm", "sglang")
-"""Words for `EngineConfig.kind`: whose adapter reads events and load."""
+IGNORE, NARROW, TRUST = "ignore", "narrow", "trust"
+"""Words for `TenantsConfig.body_salt`."""
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
 
 
-class Address(_Strict, frozen=True, kw_only=True):
+class HostPort(_Strict, frozen=True, kw_only=True):
     """A host and a port."""
 
     host: str = "127.0.0.1"
@@ -51,42 +51,7 @@ class PeerConfig(_Strict, frozen=True, kw_only=True):
     """Another node: its name and where its gossip arrives. Its HTTP address comes with its gossip."""
 
     node: str
-    gossip: Address
-
-
-class EngineConfig(_Strict, frozen=True, kw_only=True):
-    """The engine beside this node.
-
-    `events`, `replay`, `topic` and `bind` are `endpoint`, `replay_endpoint`, `topic` and `bind` of the engine's own
-    ``--kv-events-config``, word for word: they tell who binds. They are those of rank 0, of `ranks` data-parallel ones.
-    As `events`, ``tap://`` and an absolute path is the engine's PREFIXROUTE_TAP, see docs/in-process.md.
-    Without `events` the engine is asked (vLLM >= 0.31, SGLang where it publishes over tcp).
-    `prefill_tokens_per_s` is its speed where it is known; 0 lets the node learn it from answers. `tokenizer_file` is a
-    copy of its ``tokenizer.json``, or the folder of it, to read prompts here instead of asking the engine.
-    `load_probe_s`: seconds between two looks at its load; one in trouble is looked at every half second.
-    """
-
-    url: str
-    kind: str = "vllm"
-    events: str = ""
-    replay: str = ""
-    topic: str = ""
-    bind: bool | None = None
-    ranks: int = 1
-    prefill_tokens_per_s: float = 0.0
-    tokenizer_file: str = ""
-    load_probe_s: float = 2.0
-
-    def __post_init__(self) -> None:
-        if self.kind not in ENGINE_KINDS:
-            raise ValueError(f"kind must be one of {', '.join(ENGINE_KINDS)}, not {self.kind!r}")
-        if self.ranks < 1:
-            raise ValueError(f"ranks must be at least 1, not {self.ranks}")
-        if is_tap(self.events):
-            sources_of_tap(self.events, self.ranks)
-            return
-        for endpoint in filter(None, (self.events, self.replay)):
-            endpoint_of_rank(endpoint, self.ranks - 1)
+    gossip: HostPort
 
 
 class DomainConfig(_Strict, frozen=True, kw_only=True):
@@ -150,6 +115,39 @@ class ZoneRuleConfig(_Strict, frozen=True, kw_only=True, rename={"source": "from
         return ZoneRule(self.forward, self.saving_ms / 1000)
 
 
+class TenantsConfig(_Strict, frozen=True, kw_only=True):
+    """Who may share a cache, and how tenants take turns: docs/tenants.md.
+
+    `header` is where the trusted caller names the tenant; with `required` a request without it is refused. `groups` are
+    lists of tenants that share. `body_salt` says what a client's own `cache_salt` counts for. With ``trust`` and no
+    header nobody is told apart but by that salt. Without `fair` all tenants stand in one line; a window of `window_s`
+    at the engine's speed, and of `window_tokens` at least, is given to the engine ahead, `weights` are shares, and
+    `max_held` bounds the requests that wait before each rank.
+    """
+
+    header: str = ""
+    groups: dict[str, tuple[str, ...]] = {}
+    required: bool = False
+    body_salt: str = IGNORE
+    fair: bool = True
+    window_s: float = 0.25
+    window_tokens: int = 2048
+    weights: dict[str, float] = {}
+    max_held: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.body_salt not in (IGNORE, NARROW, TRUST):
+            raise ValueError(f"body_salt must be {IGNORE}, {NARROW} or {TRUST}, not {self.body_salt!r}")
+        if not self.header and (self.body_salt != TRUST or self.groups or self.required):
+            raise ValueError("tenants need a header that names them; only body_salt 'trust' alone does without")
+        if self.header.lower().startswith("x-prefixroute-"):
+            raise ValueError("the header of tenants must not be one of prefixroute's own")
+        if self.window_s < 0 or self.window_tokens < 1 or self.max_held < 2:
+            raise ValueError("tenants need window_s >= 0, window_tokens >= 1 and max_held >= 2")
+        if any(weight <= 0 for weight in self.weights.values()):
+            raise ValueError("the weights of tenants must be above 0")
+
+
 class SidecarConfig(_Strict, frozen=True, kw_only=True):
     """One node: its name, where it listens, its peers and its engine.
 
@@ -163,8 +161,8 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
     """
 
     node: str
-    http: Address
-    gossip: Address
+    http: HostPort
+    gossip: HostPort
     engine: EngineConfig
     domain: DomainConfig
     peers: tuple[PeerConfig, ...] = ()
@@ -236,6 +234,12 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
             block_size=spec.block_size,
             secret=spec.secret.encode(),
         )
+
+
+def check_tenants(domain: Domain, tenants: TenantsConfig | None) -> None:
+    """Raise `UsageError` for tenants that a domain cannot keep apart: it has no secret, or groups overlap."""
+    if tenants is not None and tenants.header:
+        Tenants(domain, tenants.groups)
 
 
 def make_policy(name: str) -> Policy | None:

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from prefixroute.aio import Screen, Transport, UdpTransport
 from prefixroute.errors import UsageError
 
-from .sidecar_config import Address
+from .sidecar_config import HostPort
 
 
 class CountingTransport:
@@ -47,7 +47,7 @@ class CountingTransport:
         await self._inner.close()
 
 
-async def open_gossip(address: Address) -> CountingTransport:
+async def open_gossip(address: HostPort) -> CountingTransport:
     """A counting UDP transport bound to `address`; UsageError when that cannot be."""
     try:
         return CountingTransport(await UdpTransport.open(*address.pair))
@@ -55,7 +55,7 @@ async def open_gossip(address: Address) -> CountingTransport:
         raise UsageError(f"cannot use udp {address.host}:{address.port}: {error.strerror}") from error
 
 
-def open_listener(address: Address) -> socket.socket:
+def open_listener(address: HostPort) -> socket.socket:
     """A TCP socket bound to `address`; UsageError when that cannot be."""
     # The protocol is named because asyncio turns off Nagle's delay only for such sockets.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)

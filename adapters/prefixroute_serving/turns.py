@@ -18,7 +18,7 @@ from typing import Any
 
 from prefixroute import Decision, Entry, FairQueue, FairSettings, Outcome, OutcomeKind
 
-from .tenant_config import TenantsConfig
+from .sidecar_config import TenantsConfig
 
 _BYTES_A_TOKEN = 4
 """For prompts whose tokens are not known."""
@@ -29,10 +29,10 @@ _NOTHING_COMPUTED = (OutcomeKind.FAILED, OutcomeKind.REFUSED)
 class Turn:
     """One attempt's place. Wait for it with `come`; end it with `over`, however the attempt ends."""
 
-    __slots__ = ("_began", "_entry", "_gate", "_go", "_overhead", "_prompt_tokens", "_queue", "_streamed", "_token_s")
+    __slots__ = ("_began", "_entry", "_go", "_overhead", "_prompt_tokens", "_queue", "_streamed", "_token_s", "_turns")
 
-    def __init__(self, gate: Gate, queue: FairQueue, streamed: bool) -> None:
-        self._gate = gate
+    def __init__(self, turns: Turns, queue: FairQueue, streamed: bool) -> None:
+        self._turns = turns
         self._queue = queue
         self._streamed = streamed
         self._go: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -51,9 +51,9 @@ class Turn:
         if weighed is not None:
             matched, self._token_s = weighed.matched_tokens, weighed.s_per_token
             self._overhead = round(weighed.overhead_s / weighed.s_per_token)
-            self._gate.resize(endpoint, weighed.s_per_token)
+            self._turns.resize(endpoint, weighed.s_per_token)
         work = self._prompt_tokens - matched + self._overhead
-        self._entry = self._queue.enter(self, tenant, work, self._gate.now())
+        self._entry = self._queue.enter(self, tenant, work, self._turns.now())
         if self._entry is Entry.GO:
             self.go()
 
@@ -77,7 +77,7 @@ class Turn:
     def first_token(self) -> None:
         """The engine is through with its prefill."""
         self._began = True
-        self._gate.release(self._queue.first_token(self, self._gate.now()))
+        self._turns.release(self._queue.first_token(self, self._turns.now()))
 
     def over(self, outcome: Outcome) -> None:
         """The attempt has ended. What was computed is charged, as far as that is known.
@@ -87,10 +87,10 @@ class Turn:
         computed = 0 if outcome.kind in _NOTHING_COMPUTED and not self._began else None
         if outcome.cached_tokens is not None:
             computed = max(1, self._prompt_tokens - outcome.cached_tokens) + self._overhead
-        self._gate.release(self._queue.leave(self, self._gate.now(), computed))
+        self._turns.release(self._queue.leave(self, self._turns.now(), computed))
 
 
-class Gate:
+class Turns:
     """The queues of a sidecar, by endpoint; they are made when they are first needed."""
 
     def __init__(self, config: TenantsConfig, now: Callable[[], float]) -> None:

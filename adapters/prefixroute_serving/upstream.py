@@ -8,24 +8,18 @@ Rules:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
-from prefixroute import LoadReport, Outcome
+from prefixroute import Outcome
 
-from . import client
 from .door import JSON, Reply, error_reply
+from .headers import DECLINED_HEADER, TARGET_HEADER, read_held_tokens, read_load
+from .http_client import IncomingReply
 from .streams import EventCutter, cached_tokens, read_event
 
-DECLINED_HEADER = "x-prefixroute-declined"
-"""With the prompt tokens that the declining peer holds."""
-LOAD_HEADER = "x-prefixroute-load"
-TARGET_HEADER = "x-prefixroute-target"
-
-EVENT_STREAM = "text/event-stream"
-
-_MAX_LOAD_HEADER = 1024
+EVENT_STREAM: Final = "text/event-stream"
 
 
 class AttemptFailed(Exception):  # noqa: N818 - the outcome of one attempt, not an error of the program
@@ -37,7 +31,7 @@ class AttemptFailed(Exception):  # noqa: N818 - the outcome of one attempt, not 
         self.reply = reply
 
 
-class Answer(NamedTuple):
+class BegunAnswer(NamedTuple):
     """An upstream that has begun to answer: a whole body, or a stream's first events and what cuts the others.
 
     `status` is what the answer means, `served_by` the endpoint that gave it: a peer may have taken another of its
@@ -46,7 +40,7 @@ class Answer(NamedTuple):
 
     target: str
     served_by: str
-    upstream: client.Reply
+    upstream: IncomingReply
     status: int
     media_type: str
     body: bytes = b""
@@ -54,7 +48,7 @@ class Answer(NamedTuple):
     cutter: EventCutter | None = None
 
 
-async def begin(target: str, upstream: client.Reply) -> Answer:
+async def begin(target: str, upstream: IncomingReply) -> BegunAnswer:
     """Read an answer up to its first whole event, or whole when it is no stream.
 
     Raises AttemptFailed when it is a stream without an event, ValueError when its first event has no end.
@@ -64,7 +58,7 @@ async def begin(target: str, upstream: client.Reply) -> Answer:
         served_by = target
     media_type = upstream.headers.get("content-type", "")
     if not media_type.startswith(EVENT_STREAM):
-        return Answer(target, served_by, upstream, upstream.status, media_type, await upstream.read())
+        return BegunAnswer(target, served_by, upstream, upstream.status, media_type, await upstream.read())
     cutter = EventCutter()
     while data := await upstream.chunk():
         events = cutter.feed(data)
@@ -72,20 +66,18 @@ async def begin(target: str, upstream: client.Reply) -> Answer:
             continue
         first = read_event(events[0])
         if not first.error:
-            return Answer(target, served_by, upstream, upstream.status, media_type, events=events, cutter=cutter)
+            return BegunAnswer(target, served_by, upstream, upstream.status, media_type, events=events, cutter=cutter)
         upstream.close()
         told = events[0].strip().removeprefix(b"data:").strip()
-        return Answer(target, served_by, upstream, first.status, JSON, told)
+        return BegunAnswer(target, served_by, upstream, first.status, JSON, told)
     raise failed(Outcome.failed("empty stream"), "the engine sent an empty stream", 502)
 
 
-def check_answered(answer: Answer) -> Answer:
+def check_answered(answer: BegunAnswer) -> BegunAnswer:
     """The answer, if it is one; AttemptFailed when the upstream declines, refuses or fails."""
     headers, status = answer.upstream.headers, answer.status
     if status == 503 and DECLINED_HEADER in headers:
-        held = headers[DECLINED_HEADER]
-        held_tokens = int(held) if held.isdecimal() and len(held) < 16 else None
-        outcome = Outcome.declined(load_of(answer.upstream), held_tokens)
+        outcome = Outcome.declined(read_load(headers), read_held_tokens(headers))
         raise failed(outcome, f"{answer.target} is busier than it seemed", 503)
     if status >= 500:
         what = f"status {status}"
@@ -103,18 +95,7 @@ def failed(outcome: Outcome, what: str, status: int) -> AttemptFailed:
     return AttemptFailed(outcome, what, error_reply(status, what))
 
 
-def load_of(upstream: client.Reply) -> LoadReport | None:
-    """The load that a peer's reply carries; None when it carries none that can be read."""
-    text = upstream.headers.get(LOAD_HEADER, "")
-    if not text or len(text) > _MAX_LOAD_HEADER:
-        return None
-    try:
-        return msgspec.json.decode(text, type=LoadReport)
-    except (msgspec.MsgspecError, ValueError):
-        return None
-
-
-def cached_in_body(answer: Answer) -> int | None:
+def cached_in_body(answer: BegunAnswer) -> int | None:
     """The reused prompt tokens that an unstreamed answer tells."""
     if answer.status != 200:
         return None

@@ -12,15 +12,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prefixroute_streams.lazy import on_first_use
-from prefixroute_zmq import Action, Engine, EventSource, ReplayRequest, Sequencer, SequencerStats
+from prefixroute_streams import (
+    Action,
+    Engine,
+    EventSource,
+    FollowerStats,
+    ReplayRequest,
+    Sequencer,
+    SequencerStats,
+    on_first_use,
+)
 
 from .decode import ENGINE, batch_of, decode_batch
 from .load_stats import LoadStat, decode_load
 
 if TYPE_CHECKING:
     from .discovery import Published, describe, discover, discover_load
-    from .follow import Follower, FollowerStats, LoadFollower, LoadFollowerStats
+    from .follow import Follower, LoadFollower, LoadFollowerStats
     from .probe import LoadProbe
 
 __all__ = [
@@ -48,7 +56,6 @@ __all__ = [
 
 _ON_FIRST_USE = {
     "Follower": "follow",
-    "FollowerStats": "follow",
     "LoadFollower": "follow",
     "LoadFollowerStats": "follow",
     "LoadProbe": "probe",

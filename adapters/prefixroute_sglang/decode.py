@@ -31,8 +31,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
-from prefixroute_streams.batch import EventForm, Forms, decode_objects, decode_payload
-from prefixroute_streams.engine_form import Engine
+from prefixroute_streams import Engine, EventForm, Forms, decode_objects, decode_payload
 from prefixroute_streams.fields import (
     MAX_BLOCK_SIZE,
     Fields,

@@ -14,36 +14,13 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import httpx
-from prefixroute_streams.http import TIMEOUT_S, fetch_json
-from prefixroute_zmq.address import (
-    DEFAULT_ENDPOINT,
-    Address,
-    EventSource,
-    endpoint_of_rank,
-    host_of,
-    live_address,
-    replay_address,
-    sources_of_ranks,
-)
-from prefixroute_zmq.listening import is_bound
+from prefixroute_streams.engine_http import TIMEOUT_S, fetch_json
+from prefixroute_streams.source import DEFAULT_ENDPOINT, EventSource
+from prefixroute_zmq.address import host_of, is_bound, sources_of_ranks
 
 from prefixroute.errors import UsageError
 
 from .decode import ENGINE
-
-__all__ = [
-    "DEFAULT_ENDPOINT",
-    "HOW_TO_PUBLISH",
-    "Address",
-    "EventSource",
-    "Published",
-    "describe",
-    "discover",
-    "discover_load",
-    "endpoint_of_rank",
-    "live_address",
-    "replay_address",
-]
 
 _PATHS: Final = ("/server_info", "/get_server_info")
 _MAX_RANKS: Final = 1024

@@ -15,23 +15,15 @@ from typing import Final, NamedTuple
 
 import zmq
 import zmq.asyncio
-from prefixroute_zmq.address import EventSource, live_address
-from prefixroute_zmq.follow import LONG_PROMPT_TOKENS, SILENT_AFTER, FollowerStats, StreamFollower, attach, open_socket
+from prefixroute_streams import EventSource
+from prefixroute_zmq.address import live_address
+from prefixroute_zmq.follow import StreamFollower, attach, open_socket
 
 from prefixroute.errors import DecodeError, UsageError
 from prefixroute.load import LoadReport
 
 from .decode import ENGINE
 from .load_stats import Reporter, decode_load
-
-__all__ = [
-    "LONG_PROMPT_TOKENS",
-    "SILENT_AFTER",
-    "Follower",
-    "FollowerStats",
-    "LoadFollower",
-    "LoadFollowerStats",
-]
 
 _MAX_LOAD_BYTES: Final = 1 << 16
 

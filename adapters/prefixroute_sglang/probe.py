@@ -1,25 +1,26 @@
 """Ask an SGLang engine for its load: ``GET /v1/loads``, and the metrics page where that is not known.
 
-Rules, beside those of `prefixroute_streams.probe` and `load`:
+Rules, beside those of `prefixroute_streams.engine_http` and `load`:
 1. The metrics page (``--enable-metrics``) tells neither the backlog in tokens nor the prefill rate.
 2. Its gauges are of the last step: after the last request they go on saying what that one used.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from functools import cached_property
 from typing import Final
 
-import httpx
-from prefixroute_streams.http import TIMEOUT_S, fetch_json
-from prefixroute_streams.probe import REFUSING_FOR_S, HttpProbe, as_count, parse_samples, whole
+from prefixroute_streams.engine_http import (
+    HttpProbe,
+    as_count,
+    fetch_json,
+    parse_samples,
+    whole,
+)
 
 from prefixroute.load import LoadReport
 
 from .load_stats import Reporter, stats_of_loads
-
-__all__ = ["REFUSING_FOR_S", "LoadProbe", "load_reports"]
 
 _RUNNING: Final = "sglang:num_running_reqs"
 _WAITING: Final = "sglang:num_queue_reqs"
@@ -35,17 +36,9 @@ class LoadProbe(HttpProbe):
     The prefill rate is that between two readings, so keep the probe.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        timeout_s: float = TIMEOUT_S,
-        refusing_for_s: float = REFUSING_FOR_S,
-        client: httpx.AsyncClient | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(base_url, timeout_s=timeout_s, refusing_for_s=refusing_for_s, client=client, clock=clock)
-        self._reporter = Reporter()
+    @cached_property
+    def _reporter(self) -> Reporter:
+        return Reporter()
 
     async def _ask(self) -> dict[int, LoadReport]:
         answer = await fetch_json(f"{self._url}/v1/loads", self._timeout_s, self._client)

@@ -20,9 +20,9 @@ import msgspec
 from prefixroute.errors import DecodeError
 from prefixroute.events import EngineBatch, EngineEvent, UnknownEvent
 
-from .engine_form import MAX_PAYLOAD_BYTES
 from .fields import Fields, MalformedError
 from .layout import Layout
+from .source import MAX_PAYLOAD_BYTES
 
 TAG_CHARS: Final = 64
 """Tags and media name counters, so a hostile one must stay short."""

@@ -12,14 +12,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prefixroute_streams.lazy import on_first_use
-from prefixroute_zmq import Action, Engine, EventSource, ReplayRequest, Sequencer, SequencerStats
+from prefixroute_streams import (
+    Action,
+    Engine,
+    EventSource,
+    FollowerStats,
+    ReplayRequest,
+    Sequencer,
+    SequencerStats,
+    on_first_use,
+)
 
 from .decode import ENGINE, REPORT_SESSION, batch_of, decode_batch
 
 if TYPE_CHECKING:
     from .discovery import discover, reports_on_request
-    from .follow import Follower, FollowerStats
+    from .follow import Follower
     from .probe import LoadProbe
 
 __all__ = [
@@ -42,7 +50,6 @@ __all__ = [
 
 _ON_FIRST_USE = {
     "Follower": "follow",
-    "FollowerStats": "follow",
     "LoadProbe": "probe",
     "discover": "discovery",
     "reports_on_request": "discovery",

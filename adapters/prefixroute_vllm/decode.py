@@ -17,8 +17,7 @@ from itertools import groupby
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
-from prefixroute_streams.batch import EventForm, Forms, decode_objects, decode_payload
-from prefixroute_streams.engine_form import MAX_PAYLOAD_BYTES, Engine
+from prefixroute_streams import MAX_PAYLOAD_BYTES, Engine, EventForm, Forms, decode_objects, decode_payload
 from prefixroute_streams.fields import (
     MASK_64,
     MAX_BLOCK_SIZE,

@@ -13,33 +13,12 @@ import re
 from typing import Any, Final
 
 import httpx
-from prefixroute_streams.http import TIMEOUT_S, fetch_json
+from prefixroute_streams.engine_http import TIMEOUT_S, fetch_json
 from prefixroute_streams.sequence import BUFFER_STEPS
-from prefixroute_zmq.address import (
-    DEFAULT_ENDPOINT,
-    Address,
-    EventSource,
-    endpoint_of_rank,
-    host_of,
-    live_address,
-    replay_address,
-    sources_of_ranks,
-)
-from prefixroute_zmq.listening import is_bound
+from prefixroute_streams.source import DEFAULT_ENDPOINT, EventSource
+from prefixroute_zmq.address import host_of, is_bound, sources_of_ranks
 
 from .decode import ENGINE
-
-__all__ = [
-    "DEFAULT_ENDPOINT",
-    "HOW_TO_PUBLISH",
-    "Address",
-    "EventSource",
-    "discover",
-    "endpoint_of_rank",
-    "live_address",
-    "replay_address",
-    "reports_on_request",
-]
 
 HOW_TO_PUBLISH: Final = (
     'start it with --kv-events-config \'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557",'

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from prefixroute_zmq.follow import LONG_PROMPT_TOKENS, SILENT_AFTER, FollowerStats, StreamFollower
+from prefixroute_zmq.follow import StreamFollower
 
 from .decode import ENGINE
-
-__all__ = ["LONG_PROMPT_TOKENS", "SILENT_AFTER", "Follower", "FollowerStats"]
 
 
 class Follower(StreamFollower):

@@ -1,6 +1,6 @@
 """Read a vLLM engine's load and capacity from its metrics page.
 
-Rules, beside those of `prefixroute_streams.probe`:
+Rules, beside those of `prefixroute_streams.engine_http`:
 1. The gauges lag: two prompts in prefill can still read as idle (0.32.0).
 2. `kv_used` is what live requests use; cached blocks are free in vLLM's eyes.
 3. An engine that is not awake takes no work. Sleep of level 1 and 2, which the page names, discards the KV cache;
@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from prefixroute_streams import probe
-from prefixroute_streams.probe import REFUSING_FOR_S, HttpProbe, Sample, as_count, whole
+from prefixroute_streams import engine_http
+from prefixroute_streams.engine_http import HttpProbe, Sample, as_count, whole
 
 from prefixroute.load import LoadReport
-
-__all__ = ["REFUSING_FOR_S", "LoadProbe", "Sample", "load_reports", "parse_samples"]
 
 # Up to 0.11 some metrics had the prefix vllm:gpu_, from 0.12 only the second name is left.
 _RUNNING: Final = "vllm:num_requests_running"
@@ -77,7 +75,7 @@ def load_reports(page: str) -> dict[int, LoadReport]:
 
 def parse_samples(page: str) -> Iterator[Sample]:
     """Yield the samples of a vLLM page that matter here."""
-    return probe.parse_samples(page, _WANTED)
+    return engine_http.parse_samples(page, _WANTED)
 
 
 def _capacity_tokens(labels: dict[str, str]) -> int:

@@ -1,16 +1,33 @@
-"""What the adapters of engines with ZeroMQ event streams share: order, sockets, addresses, careful decoding.
+"""Follow event streams over ZeroMQ: the sockets, their addresses, and who binds them.
 
-An adapter brings a decoder and the small differences, as an `Engine`; see `prefixroute_vllm` and `prefixroute_sglang`.
-What is imported here needs the core alone; `follow` needs ``pyzmq``, `http` and `probe` need ``httpx``.
+`prefixroute_zmq.follow.StreamFollower` does it for any engine that publishes as vLLM and SGLang do: a subclass names
+its `Engine`, see `prefixroute_vllm.follow`. Needs ``pyzmq``; what is imported here needs the core alone.
+
+| file | is |
+|---|---|
+| `address.py` | a consumer's end of an engine's endpoints: of each rank, and who binds |
+| `follow.py` | `StreamFollower`: one rank's sockets, read into a `Sequencer` |
+
+What needs no ZeroMQ is in `prefixroute_streams`; its names for adapters can be had here too.
 """
 
 from __future__ import annotations
 
-from prefixroute_streams.batch import EventForm, Forms, decode_objects, decode_payload
-from prefixroute_streams.engine_form import MAX_PAYLOAD_BYTES, Engine
-from prefixroute_streams.sequence import Action, ReplayRequest, Sequencer, SequencerStats
+from prefixroute_streams import (
+    MAX_PAYLOAD_BYTES,
+    Action,
+    Engine,
+    EventForm,
+    EventSource,
+    Forms,
+    ReplayRequest,
+    Sequencer,
+    SequencerStats,
+    decode_objects,
+    decode_payload,
+)
 
-from .address import Address, EventSource, endpoint_of_rank, live_address, replay_address
+from .address import Address, endpoint_of_rank, live_address, replay_address
 
 __all__ = [
     "MAX_PAYLOAD_BYTES",

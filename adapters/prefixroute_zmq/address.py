@@ -10,16 +10,14 @@ Rules:
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from prefixroute_streams.sequence import BUFFER_STEPS
+from prefixroute_streams import EventSource
 
 from prefixroute.errors import UsageError
-
-DEFAULT_ENDPOINT: Final = "tcp://*:5557"
-"""The default event endpoint of vLLM and SGLang."""
 
 _ANY_HOST: Final = {"*", "[::]", "0.0.0.0"}
 _PORT: Final = re.compile(r"^tcp://(?P<host>.+):(?P<port>\d{1,5})$")
@@ -30,24 +28,6 @@ class Address(NamedTuple):
 
     address: str
     bind: bool
-
-
-class EventSource(NamedTuple):
-    """The event stream of one data-parallel rank, in the words of the engine's ``--kv-events-config``.
-
-    `host` is where the engine runs, seen from here. `discovered` is False when the endpoints were computed from
-    a base port because the engine could not tell. `bind` is whether the engine binds its event socket, None for
-    what its endpoint implies.
-    """
-
-    endpoint: str = DEFAULT_ENDPOINT
-    replay_endpoint: str | None = None
-    topic: str = ""
-    rank: int = 0
-    host: str = "127.0.0.1"
-    buffer_steps: int = BUFFER_STEPS
-    discovered: bool = False
-    bind: bool | None = None
 
 
 def live_address(
@@ -103,6 +83,25 @@ def host_of(base_url: str) -> str:
     if not host:
         raise UsageError(f"pass a base_url such as http://127.0.0.1:8000, not {base_url!r}")
     return host
+
+
+async def is_bound(source: EventSource, binding_hosts: tuple[str, ...], timeout_s: float) -> bool | None:
+    """Whether the engine binds an endpoint from which that cannot be told; None for what the endpoint implies.
+
+    An engine that lets the system choose a port tells the address that came out (vLLM's ``tcp://*:0``), and SGLang
+    does not tell its ``"bind": true``. Such an endpoint looks like one that the engine connects to; if somebody listens
+    there, it is bound. Ask before a consumer binds the address itself. Takes up to `timeout_s` seconds.
+    """
+    address = live_address(source.endpoint, source.host, binding_hosts)
+    if not address.bind or not address.address.startswith("tcp://"):
+        return None
+    host, _, port = address.address.removeprefix("tcp://").rpartition(":")
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), timeout_s)
+    except (OSError, ValueError, asyncio.TimeoutError):
+        return None
+    writer.close()
+    return True
 
 
 def _reachable(endpoint: str, host: str) -> str:

@@ -18,17 +18,14 @@ from typing import ClassVar, Final, TypeAlias
 
 import zmq
 import zmq.asyncio
-from prefixroute_streams.engine_form import Engine
-from prefixroute_streams.follower_stats import LONG_PROMPT_TOKENS as LONG_PROMPT_TOKENS
-from prefixroute_streams.follower_stats import SILENT_AFTER as SILENT_AFTER
-from prefixroute_streams.follower_stats import FollowerStats as FollowerStats
 from prefixroute_streams.sequence import REPLAY_TIMEOUT_S, Action, ReplayRequest, Sequencer
+from prefixroute_streams.source import LONG_PROMPT_TOKENS, SILENT_AFTER, Engine, EventSource, FollowerStats
 from zmq.utils.monitor import parse_monitor_message
 
 from prefixroute.errors import DecodeError, UsageError
 from prefixroute.events import EngineBatch, UnknownEvent
 
-from .address import Address, EventSource, live_address, replay_address
+from .address import Address, live_address, replay_address
 
 _END_SEQ: Final = b"\xff" * 8
 _LIVE_HWM: Final = 100_000  # the engine's own default; what it drops we could not have held either

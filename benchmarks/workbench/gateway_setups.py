@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from prefixroute_serving.attach import EngineConfig
 from prefixroute_serving.sidecar_config import (
-    Address,
     DomainConfig,
-    EngineConfig,
+    HostPort,
     PeerConfig,
     SidecarConfig,
     dump_config,
@@ -135,15 +135,15 @@ def workers(count: int, folder: Path) -> Iterator[list[int]]:
 def sidecars(worker_ports: Sequence[int], folder: Path, python: str = sys.executable) -> Iterator[list[Gateway]]:
     """A sidecar in front of each worker, each other's peers."""
     gossip = [free_port(socket.SOCK_DGRAM) for _ in worker_ports]
-    peers = [PeerConfig(node=f"n{i}", gossip=Address(port=port)) for i, port in enumerate(gossip)]
+    peers = [PeerConfig(node=f"n{i}", gossip=HostPort(port=port)) for i, port in enumerate(gossip)]
     running = []
     try:
         for i, worker in enumerate(worker_ports):
             events, replay = events_of(worker, folder)
             config = SidecarConfig(
                 node=f"n{i}",
-                http=Address(port=free_port()),
-                gossip=Address(port=gossip[i]),
+                http=HostPort(port=free_port()),
+                gossip=HostPort(port=gossip[i]),
                 engine=EngineConfig(url=f"http://127.0.0.1:{worker}", events=events, replay=replay),
                 domain=DomainConfig(model=MODEL, tokenizer="words", secret="benchmark"),
                 peers=tuple(peer for j, peer in enumerate(peers) if j != i),

@@ -40,8 +40,8 @@ class Mirror:
     @property
     def copies(self) -> Counter[int]:
         (group,) = self.residency._groups.values() or (None,)
-        spans = group.spans if group is not None else {}
-        return Counter({int(handle): span.copies["gpu"] for handle, span in spans.items() if span.copies})  # type: ignore[arg-type]
+        runs = group.runs if group is not None else {}
+        return Counter({int(handle): run.copies["gpu"] for handle, run in runs.items() if run.copies})  # type: ignore[arg-type]
 
 
 class Life:

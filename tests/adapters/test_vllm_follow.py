@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from prefixroute_vllm import EventSource, Follower, decode_batch, discover, reports_on_request
-from prefixroute_vllm.discovery import Address, endpoint_of_rank, live_address, replay_address
+from prefixroute_zmq.address import Address, endpoint_of_rank, live_address, replay_address
 from publishing import engine, free_port, run, running, until
 
 from prefixroute.errors import UsageError

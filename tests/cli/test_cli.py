@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prefixroute_lan4 import command, demo
 from prefixroute_lan4.cluster import ClusterSettings
-from prefixroute_lan4.runner import DemoSettings, Kill
+from prefixroute_lan4.demo_runs import DemoSettings, Kill
 from prefixroute_lan4.workload import WorkloadSettings
 from prefixroute_launch.launcher import LAUNCHERS
 from prefixroute_serving.sidecar_config import POLICIES
@@ -150,7 +150,7 @@ def test_the_core_has_its_commands_without_any_package(monkeypatch: pytest.Monke
 
 def parsed(*arguments: str) -> DemoSettings:
     options = cli.build_parser().parse_args(["demo", *arguments])
-    return demo.settings_of(options, command.ENGINE_DEFAULTS[options.engine])
+    return demo.settings_of(command.with_defaults(options))
 
 
 def test_without_options_the_demo_is_what_its_settings_default_to() -> None:

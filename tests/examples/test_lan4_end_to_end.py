@@ -16,7 +16,7 @@ from prefixroute_lan4 import demo
 from prefixroute_lan4.cluster import ClusterSettings
 from prefixroute_lan4.demo_plots import write_plots
 from prefixroute_lan4.demo_report import SUMMARY_KEYS, full_report, remarks, summary
-from prefixroute_lan4.runner import DemoResult, DemoSettings, Kill, Silent, run_demo, trace_of
+from prefixroute_lan4.demo_runs import DemoResult, DemoSettings, Kill, NoProgress, run_demo, trace_of
 from prefixroute_lan4.workload import WorkloadSettings
 from prefixroute_launch.launcher import EmulatedLauncher, EmulatedTiming, EngineSpec
 from prefixroute_launch.processes import ChildProcess, ProcessError
@@ -52,7 +52,7 @@ def fast_engine(spec: EngineSpec) -> EmulatedLauncher:
     )
 
 
-class Recorder(Silent):
+class Recorder(NoProgress):
     """Notes the processes that were running while requests were answered."""
 
     def __init__(self) -> None:
@@ -131,19 +131,19 @@ def test_the_result_is_shown_written_and_scored(
     result, _ = killed
     monkeypatch.setattr(demo, "run_to_end", lambda settings, trace, progress: result)
     out = result.settings.out
-    assert demo.run(result.settings, demo.Output(str(out / "deep" / "short.json"))) == 0
+    assert demo.run(result.settings, str(out / "deep" / "short.json")) == 0
     shown = capsys.readouterr().out
     for word in ("requests", "errors", "hit rate", "TTFT p99", "hottest node", "forwards", "gossip", "decision p99"):
         assert word in shown
     assert json.loads((out / "deep" / "short.json").read_text()) == summary(result)
     assert {path.name for path in out.glob("*.png")} == {"ttft_cdf.png", "hit_rate.png", "node_share.png"}
-    assert demo.run(result.settings, demo.Output("-")) == 0
+    assert demo.run(result.settings, "-") == 0
     assert json.loads(capsys.readouterr().out) == summary(result)
     run = result.runs["routed"]
     lost = run._replace(samples=[run.samples[0]._replace(error="gone")])
     failed = result._replace(runs={**result.runs, "routed": lost._replace(figures=_with_error(result))})
     monkeypatch.setattr(demo, "run_to_end", lambda settings, trace, progress: failed)
-    assert demo.run(result.settings, demo.Output()) == 1
+    assert demo.run(result.settings) == 1
     assert "request 0 failed: gone" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ import pytest
 from prefixroute_lan4 import cluster, command, demo
 from prefixroute_lan4 import demo_report as report
 from prefixroute_lan4.cluster import Cluster, ClusterSettings
-from prefixroute_lan4.runner import DemoSettings
+from prefixroute_lan4.demo_runs import DemoSettings
 from prefixroute_lan4.workload import WorkloadSettings
 from prefixroute_launch.launcher import EmulatedLauncher, EngineSpec, RunningEngine
 from prefixroute_launch.vllm_launcher import fitted
@@ -26,7 +26,7 @@ MIXED = ("vllm", "vllm", "sglang", "sglang")
 
 def parsed(*arguments: str) -> DemoSettings:
     options = cli.build_parser().parse_args(["demo", *arguments])
-    return demo.settings_of(options, command.demo_defaults(options.engine, options.engines))
+    return demo.settings_of(command.with_defaults(options))
 
 
 def test_a_list_of_engines_makes_as_many_nodes() -> None:
@@ -79,7 +79,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 def test_the_title_counts_each_kind() -> None:
     fleet: Any = type("Result", (), {})()
     fleet.settings = DemoSettings(engines=MIXED, workload=WorkloadSettings())
-    fleet.trace = type("Trace", (), {"subjects": 5, "duration_s": 7.0})()
+    fleet.trace = type("DemoTrace", (), {"subjects": 5, "duration_s": 7.0})()
     assert report.title(fleet).startswith("2 vllm, 2 sglang nodes, ")
 
 

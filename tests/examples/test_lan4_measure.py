@@ -7,7 +7,7 @@ import random
 import pytest
 from prefixroute_lan4.measure import (
     NodeFigures,
-    Sample,
+    RequestSample,
     hit_rate,
     hit_rate_over_time,
     mean,
@@ -17,8 +17,8 @@ from prefixroute_lan4.measure import (
 )
 
 
-def sample(index: int, **changes: object) -> Sample:
-    plain = Sample(index, float(index), 0.1, 0.2, "node-1", "node-1", 100, 40, f"answer {index}")
+def sample(index: int, **changes: object) -> RequestSample:
+    plain = RequestSample(index, float(index), 0.1, 0.2, "node-1", "node-1", 100, 40, f"answer {index}")
     return plain._replace(**changes)  # type: ignore[arg-type]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prefixroute_lan4.workload import (
     SUBJECTS,
-    Trace,
+    DemoTrace,
     WorkloadSettings,
     format_question,
     made_up_subjects,
@@ -26,15 +26,15 @@ SETTINGS = WorkloadSettings(requests=400, seed=7)
 
 
 @pytest.fixture(scope="module")
-def trace() -> Trace:
+def trace() -> DemoTrace:
     return make_trace(SETTINGS)
 
 
-def test_same_settings_give_the_same_trace(trace: Trace) -> None:
+def test_same_settings_give_the_same_trace(trace: DemoTrace) -> None:
     assert make_trace(SETTINGS) == trace
 
 
-def test_another_seed_gives_other_prompts_times_and_origins(trace: Trace) -> None:
+def test_another_seed_gives_other_prompts_times_and_origins(trace: DemoTrace) -> None:
     other = make_trace(WorkloadSettings(requests=400, seed=8))
     pairs = list(zip(trace.requests, other.requests, strict=True))
     assert all(mine.prompt != theirs.prompt for mine, theirs in pairs)
@@ -42,7 +42,7 @@ def test_another_seed_gives_other_prompts_times_and_origins(trace: Trace) -> Non
     assert [mine.origin for mine, _ in pairs] != [theirs.origin for _, theirs in pairs]
 
 
-def test_a_longer_trace_begins_with_the_shorter_one(trace: Trace) -> None:
+def test_a_longer_trace_begins_with_the_shorter_one(trace: DemoTrace) -> None:
     longer = make_trace(WorkloadSettings(requests=500, seed=7))
     assert longer.requests[:400] == trace.requests
 
@@ -62,7 +62,7 @@ def test_prefix_lengths_in_tokens_follow_the_settings() -> None:
     assert lengths[-1] > 2 * lengths[0]
 
 
-def test_prompts_of_a_subject_share_its_prefix_and_differ_in_their_tail(trace: Trace) -> None:
+def test_prompts_of_a_subject_share_its_prefix_and_differ_in_their_tail(trace: DemoTrace) -> None:
     prefixes = {subject.name: subject.prefix for subject in made_up_subjects(SETTINGS)}
     assert all(request.prompt.startswith(prefixes[request.subject]) for request in trace.requests)
     tails = [request.prompt.removeprefix(prefixes[request.subject]) for request in trace.requests]
@@ -72,7 +72,7 @@ def test_prompts_of_a_subject_share_its_prefix_and_differ_in_their_tail(trace: T
     assert all(0.9 * shortest <= len(encode(tail)) <= 1.15 * longest for tail in tails)
 
 
-def test_five_solved_examples_come_before_the_question(trace: Trace) -> None:
+def test_five_solved_examples_come_before_the_question(trace: DemoTrace) -> None:
     prompt = trace.requests[0].prompt
     assert prompt.count("Answer: ") == 5
     assert prompt.count("Answer:") == 6
@@ -97,14 +97,14 @@ def test_the_most_popular_subject_depends_on_the_seed() -> None:
     assert len(favourites) > 1
 
 
-def test_arrivals_are_ordered_and_as_dense_as_the_rate(trace: Trace) -> None:
+def test_arrivals_are_ordered_and_as_dense_as_the_rate(trace: DemoTrace) -> None:
     times = [request.at_s for request in trace.requests]
     assert all(earlier < later for earlier, later in itertools.pairwise(times))
     # the sum of n exponential gaps has a relative deviation of n ** -0.5
     assert abs(trace.duration_s * SETTINGS.rate / 400 - 1) < 6 / math.sqrt(400)
 
 
-def test_every_node_is_an_origin_about_equally_often(trace: Trace) -> None:
+def test_every_node_is_an_origin_about_equally_often(trace: DemoTrace) -> None:
     origins = Counter(request.origin for request in trace.requests)
     assert sorted(origins) == [0, 1, 2, 3]
     assert min(origins.values()) > 60

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from prefixroute_serving.attach import ENGINE_KINDS
 from prefixroute_serving.attach.kinds import RANK_FIELD, RANK_HEADER
-from prefixroute_serving.sidecar_config import ENGINE_KINDS
 from sidecar_pair import DEADLINE_S, EXPECTED, MODEL, PREFIX, Pair, engine_config, events_over, run_pair, texts, until
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -12,11 +12,9 @@ from typing import Any
 import httpx
 import prefixroute_vllm
 import pytest
+from prefixroute_serving.attach import ENGINE_KINDS, Attachment, EngineConfig, ranks
 from prefixroute_serving.attach import attachment as attach
-from prefixroute_serving.attach import ranks
-from prefixroute_serving.attach.attachment import Attachment
 from prefixroute_serving.attach.kinds import KINDS, RANK_FIELD, RANK_HEADER, LoadPush, by_field, by_header
-from prefixroute_serving.sidecar_config import ENGINE_KINDS, EngineConfig
 from prefixroute_zmq import EventSource
 from sidecar_pair import until
 

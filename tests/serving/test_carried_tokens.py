@@ -7,11 +7,11 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefixroute_serving.carried_tokens import Carrier
+from prefixroute_serving.carried_tokens import TokenCarrier
 
 from prefixroute import Domain
 
-CARRIER = Carrier(Domain(model="m", tokenizer="t", secret=b"s"))
+CARRIER = TokenCarrier(Domain(model="m", tokenizer="t", secret=b"s"))
 BODY = b'{"prompt": "a b c"}'
 TOKENS = array("I", [1, 2, 2**32 - 1])
 
@@ -24,7 +24,7 @@ def test_what_is_packed_is_unpacked(body: bytes, tokens: list[int]) -> None:
 
 def test_nothing_is_carried_without_tokens_or_without_a_secret() -> None:
     assert CARRIER.pack(BODY, None) == CARRIER.pack(BODY, array("I")) == (BODY, "")
-    assert Carrier(Domain(model="m", tokenizer="t")).pack(BODY, TOKENS) == (BODY, "")
+    assert TokenCarrier(Domain(model="m", tokenizer="t")).pack(BODY, TOKENS) == (BODY, "")
 
 
 @given(st.data())
@@ -45,7 +45,7 @@ def test_a_changed_byte_is_noticed_and_the_clients_body_stays(data: st.DataObjec
 )
 def test_a_node_of_another_domain_is_not_believed(other: Domain) -> None:
     packed, header = CARRIER.pack(BODY, TOKENS)
-    assert Carrier(other).unpack(packed, header) == (BODY, None)
+    assert TokenCarrier(other).unpack(packed, header) == (BODY, None)
 
 
 def test_the_same_bytes_cut_elsewhere_are_not_believed() -> None:

@@ -15,22 +15,22 @@ import httpx
 import pytest
 from doctor_fleet import PATIENCE_S, Fleet, Spoilt, findings_of, fleet
 from msgspec import structs
+from prefixroute_serving.attach import EngineConfig
 from prefixroute_serving.doctor.engine_checks import EngineFacts, check_engine, check_events, read_facts
 from prefixroute_serving.doctor.examination import check_packages, examine
-from prefixroute_serving.doctor.findings import FAULT, OK, WARNING, Answer, Asker, Finding, Visit, failed
-from prefixroute_serving.doctor.hit_checks import Served, judge_hits, judge_stream
+from prefixroute_serving.doctor.findings import FAULT, OK, WARNING, Asker, Finding, HttpAnswer, Visit, failed
+from prefixroute_serving.doctor.hit_checks import ServedProbe, judge_hits, judge_stream
 from prefixroute_serving.doctor.listen import Listener
 from prefixroute_serving.doctor.peer_checks import check_tenancy, check_zones
 from prefixroute_serving.introspection import Echo, WallClock
 from prefixroute_serving.sidecar_config import (
-    Address,
     DomainConfig,
-    EngineConfig,
+    HostPort,
     SidecarConfig,
+    TenantsConfig,
     ZoneRuleConfig,
     dump_config,
 )
-from prefixroute_serving.tenant_config import TenantsConfig
 from prefixroute_zmq import EventSource
 from sidecar_pair import MODEL, udp_port
 
@@ -164,7 +164,7 @@ def test_tenants_that_are_told_apart_raise_no_alarm_and_a_dropped_salt_does(tmp_
 
 def test_tenants_that_differ_between_nodes_are_found() -> None:
     def visit(node: str, tenants: TenantsConfig | None) -> Visit:
-        place = Address(port=1)
+        place = HostPort(port=1)
         config = SidecarConfig(
             node=node,
             http=place,
@@ -192,7 +192,7 @@ def test_tenants_that_differ_between_nodes_are_found() -> None:
 
 def test_rules_between_zones_that_do_not_say_what_they_seem_to_are_warned_of() -> None:
     def visit(node: str, forward: str, zones: dict[str, str], to: str = "cn") -> Visit:
-        place = Address(port=1)
+        place = HostPort(port=1)
         config = SidecarConfig(
             node=node,
             http=place,
@@ -219,8 +219,8 @@ def test_rules_between_zones_that_do_not_say_what_they_seem_to_are_warned_of() -
     ]
     bare = SidecarConfig(
         node="c",
-        http=Address(port=1),
-        gossip=Address(port=1),
+        http=HostPort(port=1),
+        gossip=HostPort(port=1),
         engine=EngineConfig(url="http://e"),
         domain=DomainConfig(model="m", tokenizer="t"),
     )
@@ -278,7 +278,7 @@ def test_a_file_that_changed_after_the_sidecar_had_read_it(tmp_path: Path) -> No
 def test_a_step_of_the_clock_is_told_and_is_no_fault(tmp_path: Path) -> None:
     async def work(nodes: Fleet) -> list[Finding]:
         wall = [0.0]
-        nodes.two.wall_clock = WallClock(lambda: wall[0], lambda: 0.0)
+        nodes.two.site.wall_clock = WallClock(lambda: wall[0], lambda: 0.0)
         wall[0] = -7.5
         return await nodes.examined()
 
@@ -336,7 +336,7 @@ def dead_config(folder: Path) -> Path:
     domain = DomainConfig(model="m", tokenizer="t")
     path = folder / "node.json"
     dump_config(
-        SidecarConfig(node="n", http=Address(port=port), gossip=Address(port=1), engine=engine, domain=domain), path
+        SidecarConfig(node="n", http=HostPort(port=port), gossip=HostPort(port=1), engine=engine, domain=domain), path
     )
     return path
 
@@ -416,13 +416,13 @@ def test_a_stream_is_judged_by_what_it_tells_of_the_probe(event: BlocksStored | 
     ],
 )
 def test_hits_are_judged_by_what_was_predicted(told: int | None, predicted: int | None, state: str, check: str) -> None:
-    served = Served(Answer(200, {}, {}), predicted, told)
+    served = ServedProbe(HttpAnswer(200, {}, {}), predicted, told)
     (found,) = judge_hits("n", EngineConfig(url="http://e"), EngineFacts(True), served, 16)
     assert (found.state, found.check) == (state, check)
 
 
 def test_an_engine_that_says_it_keeps_prefixes_may_have_evicted_the_probe() -> None:
-    served = Served(Answer(200, {}, {}), 0, 0)
+    served = ServedProbe(HttpAnswer(200, {}, {}), 0, 0)
     facts = EngineFacts(True, prefix_caching=True)
     (found,) = judge_hits("n", EngineConfig(url="http://e"), facts, served, 16)
     assert found.state == WARNING
@@ -512,7 +512,7 @@ def test_nodes_that_do_not_take_what_the_other_signs(tmp_path: Path) -> None:
 
     async def work(nodes: Fleet) -> list[Finding]:
         old = nodes.one.config.domain.secret.encode()
-        nodes.two.set_secrets([b"a new one of sixteen bytes", old])
+        nodes.two.site.set_secrets([b"a new one of sixteen bytes", old])
         return await nodes.examined(nodes.one)
 
     told = only(examined(tmp_path, work), "secrets")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from prefixroute_serving.local_tokenizer import CHECKED_PROMPTS, OwnTokenizer
-from prefixroute_serving.prompts import PromptReader, read_body
+from prefixroute_serving.prompts import PromptTokenizer, read_body
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from prefixroute.errors import UsageError
@@ -54,7 +54,7 @@ def read(engine: Engine, own: OwnTokenizer, *payloads: dict[str, object]) -> lis
     """What a reader with a copy makes of the payloads."""
 
     async def all_of_them() -> list[array[int] | None]:
-        reader = PromptReader(engine.answer, "m", own)
+        reader = PromptTokenizer(engine.answer, "m", own)
         bodies = [read_body(json.dumps(payload).encode()) for payload in payloads]
         return [(await reader.read(body, chat=False)).tokens for body in bodies]
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from prefixroute_serving.attach.attachment import Attachment
-from prefixroute_serving.attach.kinds import KINDS, Reports, asking_for_report
-from prefixroute_serving.attach.repairs import LONGEST_PAUSE_S, PAUSE_S, Repairs
-from prefixroute_serving.sidecar_config import EngineConfig
+from prefixroute_serving.attach import Attachment, EngineConfig
+from prefixroute_serving.attach.kinds import KINDS
+from prefixroute_serving.attach.repairs import LONGEST_PAUSE_S, PAUSE_S, Repairs, Reports, asking_for_report
 from prefixroute_vllm import REPORT_SESSION, decode_batch
 
 from prefixroute import BlocksStored, Domain, EngineBatch, Node, Residency, StreamGap, StreamRestarted

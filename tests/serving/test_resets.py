@@ -6,8 +6,8 @@ import random
 from typing import Any
 
 import pytest
-from prefixroute_serving.attach.kinds import KINDS, AdminCall
-from prefixroute_serving.attach.resets import UNDER_WAY_S, OwnResets
+from prefixroute_serving.attach import KINDS
+from prefixroute_serving.attach.resets import UNDER_WAY_S, AdminCall, OwnResets
 from sidecar_pair import PREFIX, Pair, run_pair, until
 
 from prefixroute import BlocksCleared, BlocksStored, Domain, EngineBatch, Node, StreamGap, StreamRestarted

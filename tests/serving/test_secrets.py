@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from msgspec import structs
-from prefixroute_serving.carried_tokens import Carrier
+from prefixroute_serving.carried_tokens import TokenCarrier
 from prefixroute_serving.exchange import allowed
 from prefixroute_serving.introspection import check
-from prefixroute_serving.sidecar import reread_on_sighup
+from prefixroute_serving.serve import reread_on_sighup
 from prefixroute_serving.sidecar_config import dump_config
 from sidecar_pair import PREFIX, Pair, run_pair, until
 
@@ -32,11 +32,13 @@ def test_three_steps_on_running_sidecars_lose_no_datagram_and_no_carried_token(t
         nodes = (pair.one, pair.two)
         for step in STEPS:
             for under_test in nodes:
-                under_test.sidecar.set_secrets(step)
+                under_test.sidecar.site.set_secrets(step)
                 reply = await pair.ask(pair.one, PREFIX + f" {step} {under_test.name}")
                 assert reply.headers["x-prefixroute-target"] == "node-2/0"
                 assert int(reply.headers["x-prefixroute-matched"]) > 200
-                echoed = await pair.one.sidecar.echo.probe(pair.one.sidecar.config.peers[0].gossip.pair, 100, 2, 5.0)
+                echoed = await pair.one.sidecar.site.echo.probe(
+                    pair.one.sidecar.config.peers[0].gossip.pair, 100, 2, 5.0
+                )
                 assert echoed.answered == 2
         for under_test in nodes:
             counters = under_test.sidecar.node.counters
@@ -55,13 +57,13 @@ def test_a_sighup_reads_the_secrets_anew_and_a_bad_file_changes_nothing(
     async def test(pair: Pair) -> None:
         sidecar, path = pair.one.sidecar, tmp_path / "config.json"
         dump_config(structs.replace(sidecar.config, secrets=(OLD.decode(), NEW.decode())), path)
-        reread_on_sighup(sidecar, path)
+        reread_on_sighup(sidecar.site, path)
         os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: sidecar.secrets == (OLD, NEW))
+        await until(lambda: sidecar.site.secrets == (OLD, NEW))
         path.write_text('{"node": 7}')
         os.kill(os.getpid(), signal.SIGHUP)
         await until(lambda: "the secrets stay as they are" in caplog.text)
-        assert sidecar.secrets == (OLD, NEW)
+        assert sidecar.site.secrets == (OLD, NEW)
         asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
 
     run_pair(test, tmp_path, secret=OLD.decode())
@@ -69,11 +71,11 @@ def test_a_sighup_reads_the_secrets_anew_and_a_bad_file_changes_nothing(
 
 def test_carried_tokens_are_believed_under_each_secret_and_no_other() -> None:
     domain = Domain("m", "t", secret=OLD)
-    from_old, from_new = (Carrier(domain, [secret]).pack(b"{}", TOKENS) for secret in (OLD, NEW))
-    both = Carrier(domain, [NEW, OLD])
+    from_old, from_new = (TokenCarrier(domain, [secret]).pack(b"{}", TOKENS) for secret in (OLD, NEW))
+    both = TokenCarrier(domain, [NEW, OLD])
     assert both.unpack(*from_old).tokens == both.unpack(*from_new).tokens == TOKENS
     assert both.pack(b"{}", TOKENS) == from_new
-    assert Carrier(domain, [b"third"]).unpack(*from_old).tokens is None
+    assert TokenCarrier(domain, [b"third"]).unpack(*from_old).tokens is None
 
 
 @pytest.mark.parametrize(

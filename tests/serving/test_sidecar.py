@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from prefixroute_serving.exchange import budget_of
+from prefixroute_serving.headers import read_budget
 from prefixroute_serving.sidecar_config import ZoneRuleConfig
 from sidecar_pair import EXPECTED, MODEL, PREFIX, Pair, run_pair, texts, until
 
@@ -95,9 +95,9 @@ def test_a_peer_that_does_not_answer_costs_no_answer(folder: Path, fault: str) -
             text = texts(reply.content) if stream else reply.json()["choices"][0]["text"]
             assert text == EXPECTED
         # Whoever went down said so: its farewell may be here before the request is.
-        assert pair.one.sidecar.stats()["requests"].get("failed attempts", 0) >= 1 or fault == "down"
+        assert pair.one.sidecar.site.counts.get("failed attempts", 0) >= 1 or fault == "down"
         # the peer is left alone afterwards: the second request did not try it, or tried it and failed over
-        assert pair.one.sidecar.stats()["requests"]["local"] == 2
+        assert pair.one.sidecar.site.counts["local"] == 2
 
     # By the times, a busy machine's round trip may be worth more than the prefill that it saves.
     run_pair(test, folder)
@@ -123,8 +123,8 @@ def test_a_peer_that_is_busier_than_it_told_hands_the_prompt_back(folder: Path) 
         assert reply.status_code == 200
         assert reply.headers["x-prefixroute-target"] == "node-1/0"
         assert float(pair.two.sidecar_faults.calls[-1]["x-prefixroute-budget-ms"]) > 0
-        assert one.stats()["requests"]["handed back"] == 1
-        assert "failed attempts" not in one.stats()["requests"]
+        assert one.site.counts["handed back"] == 1
+        assert "failed attempts" not in one.site.counts
         assert one.node.counters["outcomes_declined"] == two.node.counters["decisions_declined"] == 1
         row = next(row for row in one.node.stats(one.driver.now()).endpoints if row.endpoint == "node-2/0")
         assert row.usable
@@ -139,7 +139,7 @@ def test_a_peer_that_is_busier_than_it_told_hands_the_prompt_back(folder: Path) 
     [("250", 0.25), ("0", 0.0), (None, inf), ("", inf), ("soon", inf), ("-1", inf), ("nan", inf), ("1e999", inf)],
 )
 def test_a_budget_that_cannot_be_read_is_none(text: str | None, budget_s: float) -> None:
-    assert budget_of(text) == budget_s
+    assert read_budget(text) == budget_s
 
 
 @pytest.mark.parametrize("where", ["engine", "sidecar"])
@@ -152,7 +152,7 @@ def test_a_stream_that_breaks_goes_on_from_another_engine(folder: Path, where: s
         reply = await pair.ask(pair.one, PREFIX, stream=True, stream_options={"include_usage": True})
         assert reply.headers["x-prefixroute-target"] == "node-2/0"
         assert texts(reply.content) == EXPECTED
-        assert pair.one.sidecar.stats()["requests"]["resumed"] == 1
+        assert pair.one.sidecar.site.counts["resumed"] == 1
 
     run_pair(test, folder)
 
@@ -180,7 +180,7 @@ def test_a_clients_mistakes_are_passed_on_and_counted_against_nobody(folder: Pat
             reply = await pair.client.post(url, json={"model": MODEL, **body})
             assert 400 <= reply.status_code < 500, body
             assert reply.json()["error"]["message"]
-        assert "failed attempts" not in pair.one.sidecar.stats()["requests"]
+        assert "failed attempts" not in pair.one.sidecar.site.counts
         assert (await pair.ask(pair.one, "fine")).status_code == 200
 
     run_pair(test, folder)
@@ -193,8 +193,8 @@ def test_prompts_that_cannot_be_told_exactly_match_nothing(folder: Path) -> None
         message = {"role": "user", "content": [{"type": "text", "text": PREFIX}, image]}
         body = {"model": MODEL, "messages": [message]}
         await pair.client.post(f"{pair.one.url}/v1/chat/completions", json=body)
-        assert pair.one.sidecar.stats()["requests"]["local"] == 1
-        assert "forwarded" not in pair.one.sidecar.stats()["requests"]
+        assert pair.one.sidecar.site.counts["local"] == 1
+        assert "forwarded" not in pair.one.sidecar.site.counts
 
     run_pair(test, folder)
 
@@ -218,7 +218,7 @@ def test_without_routing_nothing_leaves_whatever_happens(folder: Path) -> None:
             assert (await pair.ask(pair.one, PREFIX)).status_code == status
         pair.one.engine_faults.status = None
         assert (await pair.ask(pair.one, PREFIX)).headers["x-prefixroute-target"] == "node-1/0"
-        assert "forwarded" not in pair.one.sidecar.stats()["requests"]
+        assert "forwarded" not in pair.one.sidecar.site.counts
 
     run_pair(test, folder, policy="none")
 
@@ -402,7 +402,7 @@ def test_a_refusal_in_a_stream_is_a_refusal_before_the_client_hears_of_it(folder
         assert "outcomes_failed" not in one.node.counters
         if first == FULL:
             assert reply.headers["x-prefixroute-target"] == "node-2/0"
-            assert "resumed" not in one.stats()["requests"]
+            assert "resumed" not in one.site.counts
 
     run_pair(test, folder)
 
@@ -445,6 +445,6 @@ def test_a_stream_without_an_event_is_no_answer(folder: Path) -> None:
             reply = await pair.ask(pair.one, PREFIX, stream=True)
             assert reply.headers["x-prefixroute-target"] == "node-2/0"
             assert texts(reply.content) == EXPECTED
-        assert "resumed" not in pair.one.sidecar.stats()["requests"]
+        assert "resumed" not in pair.one.sidecar.site.counts
 
     run_pair(test, folder)

@@ -9,12 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from prefixroute_serving import sidecar
+from prefixroute_serving.attach import EngineConfig
+from prefixroute_serving.serve import serve
+from prefixroute_serving.sidecar import Sidecar
 from prefixroute_serving.sidecar_config import (
     POLICIES,
-    Address,
     DomainConfig,
-    EngineConfig,
+    HostPort,
     PeerConfig,
     PushBackConfig,
     SidecarConfig,
@@ -31,8 +32,8 @@ from prefixroute.errors import UsageError
 def small_config(**changes: object) -> SidecarConfig:
     plain: dict[str, Any] = {
         "node": "n",
-        "http": Address(port=1),
-        "gossip": Address(port=2),
+        "http": HostPort(port=1),
+        "gossip": HostPort(port=2),
         "engine": EngineConfig(url="http://e", events="ipc://e"),
         "domain": DomainConfig(model="m", tokenizer="t", secret="s"),
     }
@@ -40,7 +41,7 @@ def small_config(**changes: object) -> SidecarConfig:
 
 
 def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
-    config = small_config(peers=(PeerConfig(node="p", gossip=Address(port=3)),), policy="least", url="http://x")
+    config = small_config(peers=(PeerConfig(node="p", gossip=HostPort(port=3)),), policy="least", url="http://x")
     dump_config(config, tmp_path / "c.json")
     assert load_config(tmp_path / "c.json") == config
 
@@ -56,7 +57,7 @@ def test_the_documented_configurations_are_accepted() -> None:
 def test_push_back_reaches_the_node_and_is_checked_with_the_file(tmp_path: Path) -> None:
     config = small_config(push_back=PushBackConfig(enter_s=20, leave_s=10))
     dump_config(config, tmp_path / "c.json")
-    node = sidecar.Sidecar(load_config(tmp_path / "c.json")).node
+    node = Sidecar(load_config(tmp_path / "c.json")).node
     assert (node.settings.push_back.enter_s, node.settings.push_back.leave_s) == (20, 10)
     (tmp_path / "c.json").write_text((tmp_path / "c.json").read_text().replace("20", "5"))
     with pytest.raises(UsageError, match="leave_s < enter_s"):
@@ -71,7 +72,7 @@ def test_zones_reach_the_node(tmp_path: Path) -> None:
     dump_config(small_config(zone="eu", zones=rules), tmp_path / "c.json")
     text = (tmp_path / "c.json").read_text()
     assert '"from": "eu"' in text
-    settings = sidecar.Sidecar(load_config(tmp_path / "c.json")).node.settings
+    settings = Sidecar(load_config(tmp_path / "c.json")).node.settings
     assert settings.zone == "eu"
     assert settings.zones == Zones({("eu", "us"): ZoneRule("above", 0.05), ("*", "eu"): ZoneRule("never")})
 
@@ -129,7 +130,7 @@ def test_a_configuration_that_cannot_work_is_refused() -> None:
     with pytest.raises(ValueError, match="policy must be one of"):
         small_config(policy="best")
     with pytest.raises(ValueError, match="among its own peers"):
-        small_config(peers=(PeerConfig(node="n", gossip=Address(port=3)),))
+        small_config(peers=(PeerConfig(node="n", gossip=HostPort(port=3)),))
 
 
 def test_the_sidecar_wants_one_argument(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,8 +147,8 @@ def test_a_port_in_use_is_named(kind: str) -> None:
         taken.bind(("127.0.0.1", 0))
         if kind == "tcp":
             taken.listen()
-        address = Address(port=taken.getsockname()[1])
-        places = {"http": Address(port=0), "gossip": Address(port=0)}
+        address = HostPort(port=taken.getsockname()[1])
+        places = {"http": HostPort(port=0), "gossip": HostPort(port=0)}
         config = small_config(**{**places, "http" if kind == "tcp" else "gossip": address})
         with pytest.raises(UsageError, match=f"cannot use {kind} 127.0.0.1:{address.port}"):
-            asyncio.run(sidecar.serve(config))
+            asyncio.run(serve(config, Path("unused")))

@@ -13,10 +13,9 @@ import httpx
 import prefixroute_vllm
 import pytest
 from prefixroute_inproc import TapFollower, path_of_rank
+from prefixroute_serving.attach import Attachment, EngineConfig
 from prefixroute_serving.attach import attachment as attach
-from prefixroute_serving.attach.attachment import Attachment
 from prefixroute_serving.attach.kinds import KINDS, follower_of
-from prefixroute_serving.sidecar_config import EngineConfig
 from prefixroute_vllm.discovery import discover
 from prefixroute_zmq import EventSource
 from publishing import run, until

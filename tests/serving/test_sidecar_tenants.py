@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from prefixroute_serving.callers import MAX_SALT_CHARS, TENANT_HEADER, UNTRUSTED_SALT, Callers, Refused, with_salt
+from prefixroute_serving.callers import MAX_SALT_CHARS, UNTRUSTED_SALT, CallerRefused, Callers, with_salt
+from prefixroute_serving.headers import TENANT_HEADER
 from prefixroute_serving.prompts import read_body
-from prefixroute_serving.sidecar_config import SidecarConfig
-from prefixroute_serving.tenant_config import TenantsConfig
-from prefixroute_serving.turns import Gate
+from prefixroute_serving.sidecar_config import SidecarConfig, TenantsConfig
+from prefixroute_serving.turns import Turns
 from sidecar_pair import DEADLINE_S, MODEL, PREFIX, NodeUnderTest, Pair, run_pair, until
 
 from prefixroute import Domain, Node, Outcome, Tenants
@@ -135,7 +135,7 @@ def test_a_salt_of_the_clients_own_reaches_the_engine_and_stays_where_it_lands(f
         second = await ask(pair, pair.one, "", cache_salt="mine")
         assert cached(second) > 200
         assert cached(await ask(pair, pair.one, "", cache_salt="another")) == 0
-        assert pair.one.sidecar.stats()["requests"]["untrusted salts"] == 3
+        assert pair.one.sidecar.site.counts["untrusted salts"] == 3
 
     run_pair(test, folder, patience_s=DEADLINE_S)
 
@@ -163,7 +163,7 @@ def test_a_greedy_tenant_lets_the_others_pass(folder: Path) -> None:
 
     async def test(pair: Pair) -> None:
         def held() -> int:
-            return sum(queue.held for queue in pair.one.sidecar.queues.values())
+            return sum(queue.held for queue in pair.one.sidecar.site.queues.values())
 
         tasks = [asyncio.create_task(greedy(pair, number)) for number in range(8)]
         await until(lambda: held() == 7)
@@ -181,7 +181,7 @@ def test_a_greedy_tenant_lets_the_others_pass(folder: Path) -> None:
         await asyncio.gather(*tasks)
         assert len(done) == left
         assert held() == 0
-        (rows,) = (queue.stats() for queue in pair.one.sidecar.queues.values())
+        (rows,) = (queue.stats() for queue in pair.one.sidecar.site.queues.values())
         # The one that left had not been released.
         assert {row.tenant: (row.released, row.refused) for row in rows} == {"greedy": (left, 1), "light": (1, 0)}
 
@@ -207,7 +207,7 @@ def test_a_tenant_pays_for_what_was_computed_and_for_what_it_left(outcome: Outco
     fixed = round(decision.candidates[0].overhead_s / decision.candidates[0].s_per_token) + 1
 
     async def test() -> int:
-        gate = Gate(config(window_tokens=1, window_s=0), lambda: 0.0)
+        gate = Turns(config(window_tokens=1, window_s=0), lambda: 0.0)
         first, second = gate.turn("n/0", True), gate.turn("n/0", True)
         first.enter("acme", decision, "n/0", 0)
         second.enter("acme", decision, "elsewhere", 0)
@@ -251,7 +251,7 @@ def test_a_salt_narrows_where_that_is_said() -> None:
     assert plain.salt == caller(config()).salt
     assert narrowed.salt == Tenants(DOMAIN, GROUPS).namespace("acme", salt="s").salt == body_of(narrowed)["cache_salt"]
     for odd in (5, "s" * (MAX_SALT_CHARS + 1)):
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(CallerRefused) as caught:
             caller(config("narrow"), cache_salt=odd)
         assert caught.value.reply.status == 400
 
@@ -306,7 +306,7 @@ def test_an_extra_key_stays_whatever_the_tenant() -> None:
 @pytest.mark.parametrize("mode", ["ignore", "narrow", "trust"])
 def test_who_is_not_named_well_is_refused(headers: list[tuple[str, str]], status: int, mode: str) -> None:
     body = b'{"cache_salt": "s"}'
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(CallerRefused) as caught:
         Callers(DOMAIN, config(mode, required=True)).identify(headers, False, body, read_body(body))
     assert caught.value.reply.status == status
     assert msgspec.json.decode(caught.value.reply.body)["error"]["code"] == status
@@ -380,7 +380,7 @@ def test_whatever_comes_is_somebodys_or_refused(mode: str | None) -> None:
             body[rng.randrange(len(body))] = rng.randrange(256)
         told = bytes(body[:20]).decode("latin-1")
         headers = [("x-tenant", rng.choice(("a", "\xe9"))), (TENANT_HEADER, rng.choice(("", "zz-zz", told)))]
-        with contextlib.suppress(Refused, ValueError):
+        with contextlib.suppress(CallerRefused, ValueError):
             request = read_body(bytes(body))
             found = callers.identify(headers, rng.random() < 0.5, bytes(body), request)
             if mode in ("ignore", "narrow"):

@@ -12,12 +12,11 @@ from typing import Any
 
 import httpx
 import msgspec
+from prefixroute_serving.attach import EngineConfig as SidecarEngine
 from prefixroute_serving.doctor.examination import examine
 from prefixroute_serving.doctor.findings import Finding
 from prefixroute_serving.sidecar import Sidecar
-from prefixroute_serving.sidecar_config import Address, DomainConfig, PeerConfig, SidecarConfig
-from prefixroute_serving.sidecar_config import EngineConfig as SidecarEngine
-from prefixroute_serving.tenant_config import TenantsConfig
+from prefixroute_serving.sidecar_config import DomainConfig, HostPort, PeerConfig, SidecarConfig, TenantsConfig
 from sidecar_pair import MODEL, Faults, engine_config, events_over, listen, served, udp_port, until
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -104,21 +103,21 @@ async def _node(
     sidecar = Sidecar(
         SidecarConfig(
             node=name,
-            http=Address(port=listener.getsockname()[1]),
-            gossip=Address(port=ports[name]),
+            http=HostPort(port=listener.getsockname()[1]),
+            gossip=HostPort(port=ports[name]),
             engine=SidecarEngine(
                 url=f"http://127.0.0.1:{engine_listener.getsockname()[1]}", load_probe_s=0.05, **spoilt.sidecar
             ),
             domain=DomainConfig(**{"model": MODEL, "tokenizer": "emulator", "secret": "one secret", **spoilt.domain}),
             peers=tuple(
-                PeerConfig(node=peer, gossip=Address(port=port)) for peer, port in ports.items() if peer != name
+                PeerConfig(node=peer, gossip=HostPort(port=port)) for peer, port in ports.items() if peer != name
             ),
             tenants=spoilt.tenants,
         )
     )
     await stack.enter_async_context(sidecar.running())
     if spoilt.mtu is not None:
-        sidecar.echo._inner = Narrow(sidecar.echo._inner, spoilt.mtu)
+        sidecar.site.echo._inner = Narrow(sidecar.site.echo._inner, spoilt.mtu)
     await stack.enter_async_context(served(Faults(sidecar.app), listener))
     return sidecar
 

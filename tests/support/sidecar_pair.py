@@ -18,17 +18,17 @@ from typing import Any, TypeAlias
 
 import httpx
 import uvicorn
+from prefixroute_serving.attach import EngineConfig as SidecarEngine
 from prefixroute_serving.sidecar import Sidecar
 from prefixroute_serving.sidecar_config import (
-    Address,
     DomainConfig,
+    HostPort,
     PeerConfig,
     SidecarConfig,
+    TenantsConfig,
     TimeoutConfig,
     ZoneRuleConfig,
 )
-from prefixroute_serving.sidecar_config import EngineConfig as SidecarEngine
-from prefixroute_serving.tenant_config import TenantsConfig
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prefixroute.emulator import Answer, EmulatedEngine, EngineConfig, KvEventsConfig, ServiceModel
@@ -258,8 +258,8 @@ async def start_node(
     sidecar = Sidecar(
         SidecarConfig(
             node=name,
-            http=Address(port=listener.getsockname()[1]),
-            gossip=Address(port=ports[name]),
+            http=HostPort(port=listener.getsockname()[1]),
+            gossip=HostPort(port=ports[name]),
             engine=SidecarEngine(
                 url=f"http://127.0.0.1:{engine_listener.getsockname()[1]}",
                 kind=kind,
@@ -272,7 +272,7 @@ async def start_node(
             ),
             domain=DomainConfig(model=MODEL, tokenizer="emulator", secret=secret),
             peers=tuple(
-                PeerConfig(node=peer, gossip=Address(port=port)) for peer, port in ports.items() if peer != name
+                PeerConfig(node=peer, gossip=HostPort(port=port)) for peer, port in ports.items() if peer != name
             ),
             policy=policy,
             timeouts=TimeoutConfig(connect_s=1.0, stream_s=patience_s, whole_s=patience_s),

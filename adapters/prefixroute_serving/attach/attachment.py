@@ -24,19 +24,19 @@ from typing import Any
 
 import httpx
 import msgspec
-from prefixroute_streams.http import TIMEOUT_S
-from prefixroute_streams.probe import REFUSAL, REFUSING_FOR_S
-from prefixroute_zmq import EventSource, live_address
+from prefixroute_streams import EventSource
+from prefixroute_streams.engine_http import REFUSAL, REFUSING_FOR_S, TIMEOUT_S
+from prefixroute_zmq.address import live_address
 
 from prefixroute import LoadReport, Node
 from prefixroute.aio import Driver
 from prefixroute.events import EngineBatch, StreamRestarted
 
-from ..sidecar_config import EngineConfig
-from .kinds import KINDS, AdminCall, Follower, Headers, LoadPush, Reports, follower_of
-from .ranks import Change, Running, Told, ask
-from .repairs import Repairs
-from .resets import OwnResets
+from .engine_config import EngineConfig
+from .kinds import KINDS, Follower, LoadPush, follower_of
+from .ranks import ChangeSignal, RunningTasks, ToldSources, ask
+from .repairs import Headers, Repairs, Reports
+from .resets import AdminCall, OwnResets
 
 log = logging.getLogger("prefixroute.sidecar")
 
@@ -72,7 +72,7 @@ class Attachment:
         self._repairs = Repairs()
         self._reports: Reports | None = None
         """How the engine is asked to report, once it is known to do so."""
-        self._change = Change()
+        self._change = ChangeSignal()
         self._up = self._was_up = False
         self._ask_now = asyncio.Event()
         self._silent = False
@@ -151,7 +151,7 @@ class Attachment:
     async def _follow(self) -> None:
         """Follow the events of every rank, and the load where it is pushed, as the engine tells of them, for ever."""
         said = ""
-        with Running() as running:
+        with RunningTasks() as running:
             while True:
                 told = await ask(self._kind, self.config, self._client)
                 if told.why and told.why != said and (told.silent or not self._followers):
@@ -165,7 +165,7 @@ class Attachment:
                     running.keep({**self._wanted(), **await self._wanted_loads()})
                 await self._change.wait(not told.why, self._followers.values())
 
-    def _take(self, told: Told, running: Running) -> None:
+    def _take(self, told: ToldSources, running: RunningTasks) -> None:
         """Make endpoints and followers what the engine told."""
         now = self._driver.now()
         sources = {}

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import httpx
 from prefixroute_inproc import is_tap, sources_of_tap
-from prefixroute_zmq import EventSource
+from prefixroute_streams import EventSource
 from prefixroute_zmq.address import sources_of_ranks
 
 from prefixroute.errors import UsageError
 
-from ..sidecar_config import EngineConfig
+from .engine_config import EngineConfig
 from .kinds import EngineKind, Follower
 
 log = logging.getLogger("prefixroute.sidecar")
@@ -31,7 +31,7 @@ ASK_AGAIN_S = 5.0
 CANNOT_TELL = "it does not answer, or is too old to tell: give engine.events"
 
 
-class Told(NamedTuple):
+class ToldSources(NamedTuple):
     """What an engine said of its events. `silent`: that there are none; else no sources means that it could not tell.
 
     `why` there are no sources.
@@ -42,25 +42,25 @@ class Told(NamedTuple):
     silent: bool = False
 
 
-async def ask(kind: EngineKind, config: EngineConfig, client: httpx.AsyncClient) -> Told:
+async def ask(kind: EngineKind, config: EngineConfig, client: httpx.AsyncClient) -> ToldSources:
     """Where the ranks publish: as configured, or as the engine tells itself."""
     if is_tap(config.events):
-        return Told(sources_of_tap(config.events, config.ranks))
+        return ToldSources(sources_of_tap(config.events, config.ranks))
     if config.events:
         host = httpx.URL(config.url).host
         sources = sources_of_ranks(config.events, config.replay or None, config.topic, config.ranks, host)
-        return Told([source._replace(bind=config.bind) for source in sources])
+        return ToldSources([source._replace(bind=config.bind) for source in sources])
     try:
         sources = await kind.discover(config.url, client=client)
     except UsageError as error:
-        return Told([], str(error), silent=True)
+        return ToldSources([], str(error), silent=True)
     if not sources:
-        return Told([], f"{config.url} publishes no KV-cache events: {kind.how_to_publish}", silent=True)
+        return ToldSources([], f"{config.url} publishes no KV-cache events: {kind.how_to_publish}", silent=True)
     told = [source for source in sources if source.discovered]
-    return Told(told) if told else Told([], CANNOT_TELL)
+    return ToldSources(told) if told else ToldSources([], CANNOT_TELL)
 
 
-class Change:
+class ChangeSignal:
     """The wait until the engine may tell something else than it did."""
 
     def __init__(self) -> None:
@@ -85,13 +85,13 @@ class Change:
                 return
 
 
-class Running:
+class RunningTasks:
     """Coroutines that run under a key each, as long as they are wanted. Use it as a context manager."""
 
     def __init__(self) -> None:
         self._tasks: dict[Hashable, asyncio.Task[None]] = {}
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> RunningTasks:
         return self
 
     def __exit__(self, *_: object) -> None:

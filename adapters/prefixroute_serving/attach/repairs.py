@@ -5,13 +5,24 @@ asked tells both, prompt by prompt. Rules:
 1. Only a partial residency is repaired, by one request in `PAUSE_S` at most: a report costs the engine an event.
 2. While reports tell nothing new the pause doubles up to `LONGEST_PAUSE_S`: a residency stays partial for ever if what
    is unknown is never asked for. A new gap begins anew.
+3. A request that names its own session is never changed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import prefixroute_vllm as vllm
 
 from prefixroute import Residency
+
+Headers: TypeAlias = Sequence[tuple[str, str]]
+
+SESSION_HEADER = "x-session-id"
+"""The request header in which vLLM takes a session."""
 
 PAUSE_S = 1.0
 LONGEST_PAUSE_S = 64.0
@@ -50,3 +61,32 @@ class Repairs:
         repair.next_at = now + repair.pause_s
         self.asked += 1
         return True
+
+
+# --- how an engine is asked --------------------------------------------------------------------------------
+
+
+class Reports(NamedTuple):
+    """How an engine is asked to tell again what a request reuses: whether it can, and the request's new body."""
+
+    can: Callable[..., Awaitable[bool]]
+    ask: Callable[[Headers, bytes, int], bytes | None]
+
+
+def asking_for_report(headers: Headers, body: bytes, number: int) -> bytes | None:
+    """A request's body, a JSON object, that makes vLLM tell the blocks it reuses; None for one with its own session."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    asked = fields.get("vllm_xargs")
+    try:
+        xargs = msgspec.json.decode(asked, type=dict[str, msgspec.Raw]) if asked and bytes(asked) != b"null" else {}
+    except msgspec.ValidationError:
+        return None  # the engine will say what is wrong with it
+    if "session_id" in fields or "session_id" in xargs or SESSION_HEADER in {name for name, _ in headers}:
+        return None
+    session = f"{vllm.REPORT_SESSION}-{number}"
+    xargs["kv_cache_report_mode"] = msgspec.Raw(b'"full"')
+    return msgspec.json.encode({**fields, "session_id": session, "vllm_xargs": xargs})
+
+
+VLLM_REPORTS = Reports(vllm.reports_on_request, asking_for_report)
+"""How vLLM is asked, from 0.30 on. SGLang cannot be."""

@@ -15,12 +15,11 @@ from typing import Any, Final, NamedTuple
 import httpx
 from prefixroute_inproc import is_tap
 from prefixroute_sglang.discovery import describe
-from prefixroute_streams.probe import parse_samples
-from prefixroute_zmq import EventSource
+from prefixroute_streams import EventSource
+from prefixroute_streams.engine_http import parse_samples
 from prefixroute_zmq.address import Address, live_address, sources_of_ranks
 
-from ..attach.kinds import KINDS
-from ..sidecar_config import EngineConfig
+from ..attach import KINDS, EngineConfig
 from .findings import OK, WARNING, Asker, Finding, fault
 
 OLDEST: Final[Mapping[str, tuple[int, int]]] = {"vllm": (0, 9), "sglang": (0, 5)}

@@ -48,7 +48,7 @@ def failed(findings: Iterable[Finding]) -> bool:
     return any(finding.state == FAULT for finding in findings)
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """An HTTP answer: its status (0 when nothing answered), its JSON object (empty when it is none), its headers."""
 
     status: int
@@ -69,25 +69,25 @@ class Asker:
         self.client = client
         self._timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
 
-    async def get(self, url: str, **query: object) -> Answer:
+    async def get(self, url: str, **query: object) -> HttpAnswer:
         """GET; the query's values as text."""
         return await self._ask("GET", url, params={name: str(value) for name, value in query.items()})
 
-    async def post(self, url: str, body: object, headers: Sequence[tuple[str, str]] = ()) -> Answer:
+    async def post(self, url: str, body: object, headers: Sequence[tuple[str, str]] = ()) -> HttpAnswer:
         """POST of a JSON body."""
         told = [("content-type", "application/json"), *headers]
         return await self._ask("POST", url, content=msgspec.json.encode(body), headers=told)
 
-    async def _ask(self, method: str, url: str, **asked: Any) -> Answer:
+    async def _ask(self, method: str, url: str, **asked: Any) -> HttpAnswer:
         try:
             reply = await self.client.request(method, url, timeout=self._timeout, **asked)
         except (httpx.HTTPError, httpx.InvalidURL):
-            return Answer(0, {}, {})
+            return HttpAnswer(0, {}, {})
         try:
             body = msgspec.json.decode(reply.content)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
             body = None
-        return Answer(reply.status_code, body if isinstance(body, dict) else {}, reply.headers, reply.text)
+        return HttpAnswer(reply.status_code, body if isinstance(body, dict) else {}, reply.headers, reply.text)
 
 
 class Visit(NamedTuple):

@@ -2,7 +2,7 @@
 
 Rules:
 1. A probe is a text that nobody has sent before. It is served where it lands, by this node's own engine.
-2. The stream is listened to beside the sidecar (`doctor_listen`). Where it cannot be heard from here, what the sidecar
+2. The stream is listened to beside the sidecar (`listen`). Where it cannot be heard from here, what the sidecar
    predicts has to do.
 3. Where tenants are told apart the doctor is the trusted caller: its probes are of two tenants of its own.
 """
@@ -18,10 +18,10 @@ from typing import Any, Final, NamedTuple
 from prefixroute import EVERYBODY, Tenants
 from prefixroute.events import FULL_ATTENTION_KINDS
 
-from ..exchange import HOP_HEADER, MATCHED_HEADER
-from ..sidecar_config import EngineConfig
+from ..attach import EngineConfig
+from ..headers import HOP_HEADER, MATCHED_HEADER
 from .engine_checks import CACHED_FLAG, CACHING_FLAG, EngineFacts
-from .findings import FAULT, OK, WARNING, Answer, Asker, Finding, Visit, fault
+from .findings import FAULT, OK, WARNING, Asker, Finding, HttpAnswer, Visit, fault
 from .listen import Listener, listening, replayed, until
 
 _PROBE_TOKENS: Final = 512
@@ -32,10 +32,10 @@ TENANT: Final = "prefixroute-doctor"
 _OTHER_TENANT: Final = "prefixroute-doctor-2"
 
 
-class Served(NamedTuple):
+class ServedProbe(NamedTuple):
     """An answered probe: what the node predicted and the engine reused, in tokens; None when it was not told."""
 
-    answer: Answer
+    answer: HttpAnswer
     predicted: int | None
     cached: int | None
 
@@ -104,7 +104,7 @@ async def _fresh(ask: Asker, config: EngineConfig, model: str, facts: EngineFact
         words //= 2
 
 
-async def _serve(ask: Asker, visit: Visit, model: str, text: str, salt: str = "", tenant: str = TENANT) -> Served:
+async def _serve(ask: Asker, visit: Visit, model: str, text: str, salt: str = "", tenant: str = TENANT) -> ServedProbe:
     body = {"model": model, "prompt": text, "max_tokens": 1, "temperature": 0}
     body |= {"cache_salt": salt} if salt else {}
     answer = await ask.post(f"{visit.url}/v1/completions", body, [(HOP_HEADER, "1"), *caller_of(visit, tenant)])
@@ -112,7 +112,9 @@ async def _serve(ask: Asker, visit: Visit, model: str, text: str, salt: str = ""
     details: Any = answer.body.get("usage")
     details = details.get("prompt_tokens_details") if isinstance(details, dict) else None
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return Served(answer, int(matched) if matched.isdecimal() else None, cached if isinstance(cached, int) else None)
+    return ServedProbe(
+        answer, int(matched) if matched.isdecimal() else None, cached if isinstance(cached, int) else None
+    )
 
 
 async def _streams(ask: Asker, visit: Visit) -> Mapping[str, Any]:
@@ -132,7 +134,7 @@ def _batches(streams: Mapping[str, Any]) -> int:
     return sum(row.get("batches", 0) for row in streams.values())
 
 
-def judge_hits(node: str, config: EngineConfig, facts: EngineFacts, second: Served, grain: int) -> list[Finding]:
+def judge_hits(node: str, config: EngineConfig, facts: EngineFacts, second: ServedProbe, grain: int) -> list[Finding]:
     """Judge the second of two equal prompts; a difference of one `grain`, in tokens, is none."""
     predicted, cached = second.predicted, second.cached
     if cached is None:
@@ -188,7 +190,7 @@ def judge_stream(
     return list(dict.fromkeys(found)) or [Finding(OK, node, "block size", "events, blocks and hashes agree")]
 
 
-def _judge_salt(visit: Visit, other: Served) -> list[Finding]:
+def _judge_salt(visit: Visit, other: ServedProbe) -> list[Finding]:
     node, tenants = visit.node, visit.config.tenants if visit.config is not None else None
     if tenants is not None and EVERYBODY in tenants.groups:
         return [Finding(OK, node, "salt", "all tenants share a cache, as the configuration says")]

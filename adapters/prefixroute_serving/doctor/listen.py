@@ -17,14 +17,15 @@ from typing import Final
 import zmq
 import zmq.asyncio
 from prefixroute_inproc import is_tap
-from prefixroute_zmq.address import EventSource, live_address, replay_address
+from prefixroute_streams import EventSource
+from prefixroute_zmq.address import live_address, replay_address
 from prefixroute_zmq.follow import attach, open_socket
 
 from prefixroute import BlocksStored, EngineBatch
 from prefixroute.errors import DecodeError, UsageError
 
+from ..attach import EngineConfig
 from ..attach.kinds import KINDS, Follower, follower_of
-from ..sidecar_config import EngineConfig
 from .engine_checks import EngineFacts, followed
 
 _POLL_S: Final = 0.02

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ..exchange import HOP_HEADER
+from ..headers import HOP_HEADER
 from ..introspection import MIN_BYTES, check, readable
 from .findings import OK, WARNING, Asker, Finding, Visit, fault
 from .hit_checks import caller_of

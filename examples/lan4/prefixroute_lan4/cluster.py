@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import random
 import shutil
 import socket
 import sys
@@ -25,11 +24,11 @@ from typing import Any
 
 import httpx
 from prefixroute_launch.launcher import EngineSpec, Launcher, LauncherFactory, RunningEngine, answers_health
-from prefixroute_launch.processes import ChildProcess, ProcessError
+from prefixroute_launch.processes import HOST, ChildProcess, ProcessError, free_ports
+from prefixroute_serving.attach import EngineConfig
 from prefixroute_serving.sidecar_config import (
-    Address,
     DomainConfig,
-    EngineConfig,
+    HostPort,
     PeerConfig,
     SidecarConfig,
     dump_config,
@@ -40,11 +39,9 @@ from prefixroute.errors import UsageError
 from .loadgen import NodeAddress
 from .measure import NodeFigures
 
-HOST = "127.0.0.1"
 MIN_CAPACITY_TOKENS = 2048
 """No engine's cache may be smaller: the longest made-up prompt has about 1,700 tokens."""
 
-_PORTS = range(20_000, 32_000)
 _SIDECAR_READY_S = 30.0
 _RESET_S = 30.0
 _STATS_TIMEOUT_S = 10.0
@@ -109,7 +106,7 @@ class Cluster:
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         # ZeroMQ's ipc paths must be short, so the sockets do not live under the caller's folder.
-        sockets = Path(tempfile.mkdtemp(prefix="lan4-"))
+        sockets = Path(tempfile.mkdtemp(prefix="demo-"))
         try:
             async with httpx.AsyncClient(trust_env=False) as client:
                 cluster = cls(_plan(settings, launchers, run_dir, sockets), run_dir, client)
@@ -198,8 +195,8 @@ class Cluster:
         assert engine is not None
         return SidecarConfig(
             node=site.name,
-            http=Address(host=HOST, port=site.http_port),
-            gossip=Address(host=HOST, port=site.gossip_port),
+            http=HostPort(host=HOST, port=site.http_port),
+            gossip=HostPort(host=HOST, port=site.gossip_port),
             engine=EngineConfig(
                 url=engine.url,
                 kind=engine.kind,
@@ -215,7 +212,7 @@ class Cluster:
                 secret="lan4 demo",
             ),
             peers=tuple(
-                PeerConfig(node=peer.name, gossip=Address(host=HOST, port=peer.gossip_port))
+                PeerConfig(node=peer.name, gossip=HostPort(host=HOST, port=peer.gossip_port))
                 for peer in self.sites
                 if peer is not site
             ),
@@ -314,21 +311,3 @@ def _plan(
         )
         sites.append(NodeSite(name, make_launcher(spec), tcp[2 * index + 1], udp[index]))
     return sites
-
-
-def free_ports(count: int, kind: socket.SocketKind) -> list[int]:
-    """Ports of 127.0.0.1 that are free now; all are held while looking, so they differ.
-
-    They come from below the range that systems give to outgoing connections: a client's connection must not
-    sit on a sidecar's port while that is down between two runs.
-    """
-    with contextlib.ExitStack() as stack:
-        ports: list[int] = []
-        for port in random.SystemRandom().sample(_PORTS, k=len(_PORTS)):
-            if len(ports) == count:
-                break
-            probe = stack.enter_context(socket.socket(socket.AF_INET, kind))
-            with contextlib.suppress(OSError):
-                probe.bind((HOST, port))
-                ports.append(port)
-        return ports

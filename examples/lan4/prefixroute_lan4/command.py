@@ -80,10 +80,17 @@ def demo_defaults(engine: str, engines: Sequence[str] = ()) -> EngineDefaults:
     return EngineDefaults(*map(min, zip(*(ENGINE_DEFAULTS[kind] for kind in engines or (engine,)), strict=True)))
 
 
+def with_defaults(options: argparse.Namespace) -> argparse.Namespace:
+    """The options, with what was not given filled in by `demo_defaults`."""
+    defaults = demo_defaults(options.engine, options.engines)._asdict()
+    missing = {name: value for name, value in defaults.items() if getattr(options, name) is None}
+    return argparse.Namespace(**{**vars(options), **missing})
+
+
 def _run_demo(options: argparse.Namespace) -> int:
     with needing_extra("the demo", "demo"):
         from .demo import run_options
-    return run_options(options, demo_defaults(options.engine, options.engines))
+    return run_options(with_defaults(options))
 
 
 DEMO: Final = Command(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from dataclasses import dataclass
 from pathlib import Path
 
 from prefixroute_launch.processes import ProcessError
@@ -20,42 +19,28 @@ from rich.console import Console
 from prefixroute.errors import UsageError
 
 from .cluster import ClusterSettings
-from .command import EngineDefaults
 from .demo_plots import write_plots
 from .demo_report import BarProgress, full_report, remarks, summary, table, title, write_json
-from .runner import DemoResult, DemoSettings, parse_kill, run_to_end, trace_of
+from .demo_runs import DemoResult, DemoSettings, parse_kill, run_to_end, trace_of
 from .workload import WorkloadSettings
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Where the short JSON goes: a path, "-" for standard output, or nowhere."""
-
-    json: str | None = None
-
-
-def run_options(options: Namespace, defaults: EngineDefaults) -> int:
+def run_options(options: Namespace) -> int:
     """Run what the command line's `options` ask for; UsageError when that cannot be."""
-    settings = settings_of(options, defaults)
-    return run(settings, Output(options.json))
+    return run(settings_of(options), options.json)
 
 
-def settings_of(options: Namespace, defaults: EngineDefaults) -> DemoSettings:
-    """Options and defaults as settings; UsageError names the option's trouble."""
+def settings_of(options: Namespace) -> DemoSettings:
+    """The options, filled in by `command.with_defaults`, as settings; UsageError names the option's trouble."""
     nodes = _nodes(options)
     workload = WorkloadSettings(
-        requests=defaults.requests if options.requests is None else options.requests,
-        nodes=nodes,
-        rate=defaults.rate if options.rate is None else options.rate,
-        seed=options.seed,
-        zipf=options.zipf,
+        requests=options.requests, nodes=nodes, rate=options.rate, seed=options.seed, zipf=options.zipf
     )
-    capacity = defaults.capacity_blocks if options.capacity_blocks is None else options.capacity_blocks
     return DemoSettings(
         workload=workload,
-        cluster=ClusterSettings(nodes=nodes, capacity_blocks=capacity),
+        cluster=ClusterSettings(nodes=nodes, capacity_blocks=options.capacity_blocks),
         policy=options.policy,
         engine=options.engine,
         engines=options.engines,
@@ -75,13 +60,16 @@ def _nodes(options: Namespace) -> int:
     return int(options.nodes)
 
 
-def run(settings: DemoSettings, output: Output) -> int:
-    """Run the demonstration and show it; returns the exit code, 1 when a request or a process failed."""
+def run(settings: DemoSettings, json_to: str | None = None) -> int:
+    """Run the demonstration and show it; returns the exit code, 1 when a request or a process failed.
+
+    The figures are written to `json_to` as JSON: a path, "-" for standard output, or nowhere.
+    """
     notes = Console(stderr=True)
     trace = trace_of(settings)
     _make_folder(settings.out)
-    if output.json not in (None, "-"):
-        _make_folder(Path(str(output.json)).parent)
+    if json_to not in (None, "-"):
+        _make_folder(Path(str(json_to)).parent)
     try:
         with BarProgress(notes) as progress:
             result = run_to_end(settings, trace, progress)
@@ -91,22 +79,22 @@ def run(settings: DemoSettings, output: Output) -> int:
     except KeyboardInterrupt:
         print("prefixroute demo: interrupted, everything is stopped", file=sys.stderr)
         return INTERRUPTED
-    _show(result, output, notes)
+    _show(result, json_to, notes)
     return FAILED if any(run.figures.errors for run in result.runs.values()) else OK
 
 
-def _show(result: DemoResult, output: Output, notes: Console) -> None:
+def _show(result: DemoResult, json_to: str | None, notes: Console) -> None:
     out = result.settings.out
     write_json(full_report(result), out / "report.json")
     write_plots(result, out)
     shown = Console()
-    if output.json == "-":
+    if json_to == "-":
         print(json.dumps(summary(result), indent=2))
         shown = notes
     shown.print(title(result), highlight=False, soft_wrap=True)
     shown.print(table(result))
-    if output.json not in (None, "-"):
-        write_json(summary(result), Path(str(output.json)))
+    if json_to not in (None, "-"):
+        write_json(summary(result), Path(str(json_to)))
     for remark in remarks(result):
         notes.print(remark, highlight=False)
     notes.print(f"requests, figures and plots: {out}", highlight=False)

@@ -14,8 +14,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from .cluster import node_names
+from .demo_runs import ROUTED, UNROUTED, DemoResult, DemoRun
 from .measure import hit_rate_over_time
-from .runner import ROUTED, UNROUTED, DemoResult, Run
 
 matplotlib.use("Agg")
 
@@ -90,6 +90,6 @@ def _node_share(result: DemoResult) -> Figure:
     return figure
 
 
-def _shares(run: Run, names: tuple[str, ...]) -> list[float]:
+def _shares(run: DemoRun, names: tuple[str, ...]) -> list[float]:
     answered = sum(run.figures.served.values())
     return [run.figures.served.get(name, 0) / answered if answered else 0.0 for name in names]

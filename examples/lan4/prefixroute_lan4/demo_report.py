@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from .measure import RunFigures, Sample
-from .runner import ROUTED, UNROUTED, DemoResult, Run
+from .demo_runs import ROUTED, UNROUTED, DemoResult, DemoRun
+from .measure import RequestSample, RunFigures
 
 SUMMARY_KEYS = (
     "errors",
@@ -83,7 +83,7 @@ def full_report(result: DemoResult) -> dict[str, Any]:
     }
 
 
-def _long(run: Run) -> dict[str, Any]:
+def _long(run: DemoRun) -> dict[str, Any]:
     return {"figures": asdict(run.figures), "requests": [sample._asdict() for sample in run.samples]}
 
 
@@ -132,7 +132,7 @@ def remarks(result: DemoResult) -> list[str]:
     return found
 
 
-def _first_errors(samples: Sequence[Sample], most: int = 3) -> list[Sample]:
+def _first_errors(samples: Sequence[RequestSample], most: int = 3) -> list[RequestSample]:
     return [sample for sample in samples if sample.error][:most]
 
 
@@ -166,6 +166,6 @@ class BarProgress:
         """Show a bar for a run."""
         self._bar.reset(self._task, total=requests, description=f"run: {run}")
 
-    def answered(self, sample: Sample) -> None:
+    def answered(self, sample: RequestSample) -> None:
         """One more."""
         self._bar.advance(self._task)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import httpx
 
-from .measure import Sample
-from .workload import Trace, TraceRequest
+from .measure import RequestSample
+from .workload import DemoRequest, DemoTrace
 
 TARGET_HEADER = "x-prefixroute-target"
 _CONNECT_S, _READ_S = 2.0, 120.0
@@ -38,7 +38,7 @@ class AnswerError(Exception):
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """What one attempt has received so far; times by `time.monotonic`. `served_by` is the endpoint, if one is named."""
 
     served_by: str = ""
@@ -59,11 +59,11 @@ def new_client() -> httpx.AsyncClient:
 
 
 async def send_trace(
-    trace: Trace,
+    trace: DemoTrace,
     nodes: Sequence[NodeAddress],
     model: str,
-    on_answer: Callable[[Sample], None] = lambda sample: None,
-) -> list[Sample]:
+    on_answer: Callable[[RequestSample], None] = lambda sample: None,
+) -> list[RequestSample]:
     """Send every request of `trace` at its time and return what came of each, in the trace's order.
 
     `on_answer` is called as each one ends. Cancelling this cancels all requests in flight.
@@ -84,12 +84,12 @@ async def send_trace(
 
 async def _send(
     client: httpx.AsyncClient,
-    request: TraceRequest,
+    request: DemoRequest,
     nodes: Sequence[NodeAddress],
     model: str,
     began: float,
-    on_answer: Callable[[Sample], None],
-) -> Sample:
+    on_answer: Callable[[RequestSample], None],
+) -> RequestSample:
     """Ask the origin, then the next node round the ring, until one answers or all have failed."""
     errors = []
     for attempt in range(len(nodes)):
@@ -104,16 +104,18 @@ async def _send(
         return sample
     now = time.monotonic() - began
     first = nodes[request.origin % len(nodes)].node
-    sample = Sample(
+    sample = RequestSample(
         request.number, request.at_s, 0.0, now - request.at_s, first, "", 0, 0, "", len(nodes) - 1, "; ".join(errors)
     )
     on_answer(sample)
     return sample
 
 
-def _sample(request: TraceRequest, origin: NodeAddress, answer: Answer, resends: int, began: float) -> Sample:
+def _sample(
+    request: DemoRequest, origin: NodeAddress, answer: StreamedAnswer, resends: int, began: float
+) -> RequestSample:
     assert answer.first_token_at is not None
-    return Sample(
+    return RequestSample(
         number=request.number,
         at_s=request.at_s,
         ttft_s=answer.first_token_at - began - request.at_s,
@@ -129,7 +131,7 @@ def _sample(request: TraceRequest, origin: NodeAddress, answer: Answer, resends:
 
 async def ask(
     client: httpx.AsyncClient, origin: NodeAddress, model: str, prompt: str | Sequence[int], answer_tokens: int
-) -> Answer:
+) -> StreamedAnswer:
     """One attempt at one node, with a text or token ids; AnswerError when the answer did not come whole."""
     body = {
         "model": model,
@@ -140,7 +142,7 @@ async def ask(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    answer = Answer()
+    answer = StreamedAnswer()
     async with client.stream("POST", f"{origin.url}/v1/completions", json=body) as response:
         if response.status_code != 200:
             detail = (await response.aread()).decode("utf-8", "replace")[:_MAX_ERROR_CHARS]
@@ -154,7 +156,7 @@ async def ask(
     return answer
 
 
-def _take(answer: Answer, data: str) -> None:
+def _take(answer: StreamedAnswer, data: str) -> None:
     """Fold one server-sent event into the answer."""
     if data == "[DONE]":
         answer.done = True

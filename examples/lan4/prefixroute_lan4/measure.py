@@ -14,8 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from prefixroute_serving.sidecar_stats import quantile
 
-class Sample(NamedTuple):
+
+class RequestSample(NamedTuple):
     """What the client saw of one request; times in seconds since the run began.
 
     `ttft_s` counts from the scheduled arrival to the first chunk with a token. `origin` is the node that took
@@ -73,21 +75,13 @@ class RunFigures:
     mismatches: int = 0
 
 
-def quantile(values: Sequence[float], q: float) -> float:
-    """Nearest-rank quantile of `values` (sorted or not), 0 when there are none."""
-    if not values:
-        return 0.0
-    rank = max(1, math.ceil(q * len(values)))
-    return sorted(values)[rank - 1]
-
-
 def mean(values: Sequence[float]) -> float:
     """Arithmetic mean, 0 when there are no values."""
     return math.fsum(values) / len(values) if values else 0.0
 
 
 def run_figures(
-    samples: Sequence[Sample], nodes: Sequence[NodeFigures], duration_s: float, nodes_in_all: int
+    samples: Sequence[RequestSample], nodes: Sequence[NodeFigures], duration_s: float, nodes_in_all: int
 ) -> RunFigures:
     """Fold samples and node figures into one row; `duration_s` is from the first arrival to the last answer."""
     answered = [sample for sample in samples if not sample.error]
@@ -113,7 +107,7 @@ def run_figures(
     )
 
 
-def hit_rate(samples: Iterable[Sample]) -> float:
+def hit_rate(samples: Iterable[RequestSample]) -> float:
     """Cached tokens over prompt tokens, 0 when there are none."""
     cached = prompts = 0
     for sample in samples:
@@ -122,13 +116,13 @@ def hit_rate(samples: Iterable[Sample]) -> float:
     return cached / prompts if prompts else 0.0
 
 
-def hit_rate_over_time(samples: Sequence[Sample], window: int) -> list[tuple[float, float]]:
+def hit_rate_over_time(samples: Sequence[RequestSample], window: int) -> list[tuple[float, float]]:
     """(arrival time, hit rate of the `window` requests that arrived last), for a plot."""
     ordered = sorted((sample for sample in samples if not sample.error), key=lambda sample: sample.at_s)
     return [(sample.at_s, hit_rate(ordered[max(0, end - window) : end])) for end, sample in enumerate(ordered, start=1)]
 
 
-def mismatches(first: Sequence[Sample], second: Sequence[Sample]) -> int:
+def mismatches(first: Sequence[RequestSample], second: Sequence[RequestSample]) -> int:
     """How many requests got different texts in two runs (errors aside); 0 is what routing promises."""
     texts = {sample.number: sample.text for sample in first if not sample.error}
     return sum(not sample.error and sample.number in texts and texts[sample.number] != sample.text for sample in second)

@@ -106,7 +106,7 @@ class Subject(NamedTuple):
     questions: Iterator[str]
 
 
-class TraceRequest(NamedTuple):
+class DemoRequest(NamedTuple):
     """One request: when it arrives (seconds from the start), at which node (from 0), and what it asks."""
 
     number: int
@@ -117,10 +117,10 @@ class TraceRequest(NamedTuple):
     answer_tokens: int
 
 
-class Trace(NamedTuple):
+class DemoTrace(NamedTuple):
     """All requests of a run, in order of arrival."""
 
-    requests: tuple[TraceRequest, ...]
+    requests: tuple[DemoRequest, ...]
     subjects: int
 
     @property
@@ -129,7 +129,7 @@ class Trace(NamedTuple):
         return self.requests[-1].at_s
 
 
-def make_trace(settings: WorkloadSettings, mmlu: Path | None = None) -> Trace:
+def make_trace(settings: WorkloadSettings, mmlu: Path | None = None) -> DemoTrace:
     """The trace of `settings`, over made-up subjects or, when `mmlu` is given, over the files of that folder.
 
     Raises UsageError when the folder does not hold MMLU's CSV files.
@@ -144,8 +144,8 @@ def make_trace(settings: WorkloadSettings, mmlu: Path | None = None) -> Trace:
         subject = rng.choices(subjects, cum_weights=weights)[0]
         prompt = subject.prefix + next(subject.questions)
         origin = rng.randrange(settings.nodes)
-        requests.append(TraceRequest(number, at_s, origin, subject.name, prompt, settings.answer_tokens))
-    return Trace(tuple(requests), len(subjects))
+        requests.append(DemoRequest(number, at_s, origin, subject.name, prompt, settings.answer_tokens))
+    return DemoTrace(tuple(requests), len(subjects))
 
 
 # --- made-up text ------------------------------------------------------------------------------------------
@@ -187,7 +187,11 @@ def header(subject: str) -> str:
 
 def format_question(stem: str, options: Sequence[str]) -> str:
     """A question as the model sees it, up to and including ``Answer:``."""
-    lines = [stem, *(f"{letter}. {option}" for letter, option in zip(_LETTERS, options, strict=False)), "Answer:"]
+    lines = [
+        stem,
+        *(f"{letter}. {option}" for letter, option in zip(_LETTERS, options, strict=False)),
+        "Answer:",
+    ]
     return "\n".join(lines)
 
 

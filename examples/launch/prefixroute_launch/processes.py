@@ -1,4 +1,4 @@
-"""Child processes that never outlive the demo.
+"""Child processes that never outlive their parent's use of them, and the ports that they listen on.
 
 Rules:
 1. Every child leads a process group of its own, so that whatever it starts ends with it, and nothing else does.
@@ -11,12 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
+HOST = "127.0.0.1"
+"""Where everything that is started here listens."""
+
+_PORTS = range(20_000, 32_000)
 _POLL_S = 0.02
 _LOG_TAIL_BYTES = 2000
 
@@ -106,3 +112,21 @@ class ChildProcess:
     def _signal_leader(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
+
+
+def free_ports(count: int, kind: socket.SocketKind) -> list[int]:
+    """Ports of 127.0.0.1 that are free now; all are held while looking, so they differ.
+
+    They come from below the range that systems give to outgoing connections: a client's connection must not
+    sit on a server's port while that is down between two runs.
+    """
+    with contextlib.ExitStack() as stack:
+        ports: list[int] = []
+        for port in random.SystemRandom().sample(_PORTS, k=len(_PORTS)):
+            if len(ports) == count:
+                break
+            probe = stack.enter_context(socket.socket(socket.AF_INET, kind))
+            with contextlib.suppress(OSError):
+                probe.bind((HOST, port))
+                ports.append(port)
+        return ports

@@ -26,8 +26,8 @@ from prefixroute.errors import UsageError
 
 from .cluster import Cluster, ClusterSettings, node_names
 from .loadgen import send_trace
-from .measure import RunFigures, Sample, mismatches, run_figures
-from .workload import Trace, WorkloadSettings, make_trace
+from .measure import RequestSample, RunFigures, mismatches, run_figures
+from .workload import DemoTrace, WorkloadSettings, make_trace
 
 UNROUTED, ROUTED = "none", "routed"
 
@@ -76,11 +76,11 @@ class DemoSettings:
         return self.engines or (self.engine,) * self.cluster.nodes
 
 
-class Run(NamedTuple):
+class DemoRun(NamedTuple):
     """One pass of the trace. `killed_at_s` is when the kill was through, in seconds since the start."""
 
     figures: RunFigures
-    samples: list[Sample]
+    samples: list[RequestSample]
     killed_at_s: float | None = None
 
 
@@ -88,11 +88,11 @@ class DemoResult(NamedTuple):
     """Both passes, and what they passed over."""
 
     settings: DemoSettings
-    trace: Trace
-    runs: dict[str, Run]
+    trace: DemoTrace
+    runs: dict[str, DemoRun]
 
 
-class Progress(Protocol):
+class DemoProgress(Protocol):
     """Somebody who wants to know how far it is."""
 
     def stage(self, text: str) -> None:
@@ -101,11 +101,11 @@ class Progress(Protocol):
     def begin(self, run: str, requests: int) -> None:
         """A run's trace begins."""
 
-    def answered(self, sample: Sample) -> None:
+    def answered(self, sample: RequestSample) -> None:
         """One request of the run has ended."""
 
 
-class Silent:
+class NoProgress:
     """Nobody."""
 
     def stage(self, text: str) -> None:
@@ -114,7 +114,7 @@ class Silent:
     def begin(self, run: str, requests: int) -> None:
         """Ignored."""
 
-    def answered(self, sample: Sample) -> None:
+    def answered(self, sample: RequestSample) -> None:
         """Ignored."""
 
 
@@ -130,15 +130,15 @@ def parse_kill(text: str) -> Kill:
     return kill
 
 
-def trace_of(settings: DemoSettings) -> Trace:
+def trace_of(settings: DemoSettings) -> DemoTrace:
     """The requests of a demonstration; UsageError when they are to be read from what is not there."""
     return make_trace(settings.workload, settings.mmlu)
 
 
 async def run_demo(
     settings: DemoSettings,
-    trace: Trace,
-    progress: Progress | None = None,
+    trace: DemoTrace,
+    progress: DemoProgress | None = None,
     make_launcher: LauncherFactory | None = None,
 ) -> DemoResult:
     """Run `trace` unrouted and routed.
@@ -146,8 +146,8 @@ async def run_demo(
     Raises ProcessError when a process fails by itself, and UsageError, before anything is started, when the
     settings ask for what is not there. `make_launcher` replaces the launchers of all kinds.
     """
-    progress = progress or Silent()
-    runs: dict[str, Run] = {}
+    progress = progress or NoProgress()
+    runs: dict[str, DemoRun] = {}
     launchers = [make_launcher or launcher_for(kind) for kind in settings.kinds]
     async with Cluster.open(settings.cluster, launchers, settings.out / "logs") as cluster:
         progress.stage(f"starting {settings.cluster.nodes} nodes")
@@ -163,7 +163,9 @@ async def run_demo(
     return DemoResult(settings, trace, runs)
 
 
-async def _run_once(cluster: Cluster, trace: Trace, kill: Kill | None, on_answer: Callable[[Sample], None]) -> Run:
+async def _run_once(
+    cluster: Cluster, trace: DemoTrace, kill: Kill | None, on_answer: Callable[[RequestSample], None]
+) -> DemoRun:
     began = time.monotonic()
     killing = asyncio.create_task(_kill_later(cluster, trace, kill, began))
     try:
@@ -173,10 +175,10 @@ async def _run_once(cluster: Cluster, trace: Trace, kill: Kill | None, on_answer
         killing.cancel()
     duration_s = time.monotonic() - began
     figures = run_figures(samples, await cluster.figures(), duration_s, len(cluster.sites))
-    return Run(figures, samples, killed_at_s)
+    return DemoRun(figures, samples, killed_at_s)
 
 
-async def _kill_later(cluster: Cluster, trace: Trace, kill: Kill | None, began: float) -> float | None:
+async def _kill_later(cluster: Cluster, trace: DemoTrace, kill: Kill | None, began: float) -> float | None:
     if kill is None:
         return None
     await asyncio.sleep(kill.fraction * trace.duration_s)
@@ -184,7 +186,7 @@ async def _kill_later(cluster: Cluster, trace: Trace, kill: Kill | None, began: 
     return time.monotonic() - began
 
 
-def run_to_end(settings: DemoSettings, trace: Trace, progress: Progress | None = None) -> DemoResult:
+def run_to_end(settings: DemoSettings, trace: DemoTrace, progress: DemoProgress | None = None) -> DemoResult:
     """`run_demo` in an event loop of its own; SIGINT and SIGTERM become KeyboardInterrupt after the clean-up."""
 
     async def main() -> DemoResult:

@@ -38,8 +38,8 @@ class TimedOut(HttpError):  # noqa: N818 - an outcome
     """Nothing came in time."""
 
 
-class Address(NamedTuple):
-    """What of a URL matters to a connection, and the head of every request to it."""
+class Origin(NamedTuple):
+    """The part of a URL that a connection needs, and the head of every request to it."""
 
     host: str
     port: int
@@ -49,7 +49,7 @@ class Address(NamedTuple):
 
 
 @lru_cache(1024)
-def address_of(url: str) -> Address:
+def origin_of(url: str) -> Origin:
     """Read an origin, such as ``http://host:8000``, with or without a path. HttpError when it is none."""
     try:
         parts = urlsplit(url)
@@ -60,7 +60,7 @@ def address_of(url: str) -> Address:
         raise HttpError(f"{url!r} is no URL of a server")
     tls = parts.scheme == "https"
     location = parts.netloc.rpartition("@")[2]
-    return Address(parts.hostname, port or (443 if tls else 80), tls, parts.path.rstrip("/"), location)
+    return Origin(parts.hostname, port or (443 if tls else 80), tls, parts.path.rstrip("/"), location)
 
 
 @cache
@@ -68,7 +68,7 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-class Reply:
+class IncomingReply:
     """An answer as it comes: `status` and `headers`, in lower case, are there; the body is taken in pieces."""
 
     def __init__(self, connection: _Connection, read_s: float | None) -> None:
@@ -159,10 +159,10 @@ class Reply:
 class _Connection(asyncio.Protocol):
     """One connection, one request at a time; `httptools` calls the methods that begin with ``on_``."""
 
-    def __init__(self, client: Client, address: Address) -> None:
+    def __init__(self, client: HttpClient, origin: Origin) -> None:
         self._client = client
-        self._address = address
-        self._reply: Reply | None = None
+        self._origin = origin
+        self._reply: IncomingReply | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._sized = False
         self._done = self._lasts = self._extra = False
@@ -170,9 +170,9 @@ class _Connection(asyncio.Protocol):
         self.open = False
         self.idle_since = 0.0
 
-    def send(self, request: bytes, read_s: float | None) -> Reply:
+    def send(self, request: bytes, read_s: float | None) -> IncomingReply:
         """Write a request; its reply is yet to come."""
-        self._reply = reply = Reply(self, read_s)
+        self._reply = reply = IncomingReply(self, read_s)
         self._sized = self._done = False
         self.transport.write(request)
         return reply
@@ -196,7 +196,7 @@ class _Connection(asyncio.Protocol):
             self._reply = None
             reply._end()
             if self._lasts and not self._extra:
-                self._client._keep(self._address, self)
+                self._client._keep(self._origin, self)
             else:
                 self.transport.close()
         reply._wake()
@@ -245,14 +245,14 @@ class _Connection(asyncio.Protocol):
         self._lasts = self._parser.should_keep_alive()
 
 
-class Client:
+class HttpClient:
     """Connections to any number of servers. Use it as an async context manager."""
 
     def __init__(self) -> None:
-        self._idle: dict[Address, deque[_Connection]] = {}
+        self._idle: dict[Origin, deque[_Connection]] = {}
         self._closed = False
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> HttpClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -272,16 +272,16 @@ class Client:
         *,
         connect_s: float,
         read_s: float | None = None,
-    ) -> Reply:
+    ) -> IncomingReply:
         """Send a request to the server at `url` and return its reply once that has begun.
 
         `read_s` is the longest wait for the next bytes, in seconds. Raises TimedOut, or HttpError.
         """
-        address = address_of(url)
-        lines = [f"POST {address.prefix}{path} HTTP/1.1\r\nhost: {address.host_header}\r\n"]
+        origin = origin_of(url)
+        lines = [f"POST {origin.prefix}{path} HTTP/1.1\r\nhost: {origin.host_header}\r\n"]
         lines += [f"{name}: {value}\r\n" for name, value in headers]
         lines.append(f"content-length: {len(body)}\r\n\r\n")
-        connection = self._idle_to(address) or await self._connect(address, connect_s)
+        connection = self._idle_to(origin) or await self._connect(origin, connect_s)
         reply = connection.send("".join(lines).encode("latin-1") + body, read_s)
         try:
             await reply.begun()
@@ -290,9 +290,9 @@ class Client:
             raise
         return reply
 
-    def _idle_to(self, address: Address) -> _Connection | None:
+    def _idle_to(self, origin: Origin) -> _Connection | None:
         """The connection that was used last, if that was lately."""
-        connections = self._idle.get(address)
+        connections = self._idle.get(origin)
         since = asyncio.get_running_loop().time() - KEEPALIVE_S
         while connections and (not connections[0].open or connections[0].idle_since < since):
             connections.popleft().transport.abort()
@@ -302,19 +302,19 @@ class Client:
                 return connection
         return None
 
-    def _keep(self, address: Address, connection: _Connection) -> None:
-        connections = self._idle.setdefault(address, deque())
+    def _keep(self, origin: Origin, connection: _Connection) -> None:
+        connections = self._idle.setdefault(origin, deque())
         if self._closed or len(connections) >= _MAX_IDLE:
             connection.transport.close()
             return
         connection.idle_since = asyncio.get_running_loop().time()
         connections.append(connection)
 
-    async def _connect(self, address: Address, connect_s: float) -> _Connection:
+    async def _connect(self, origin: Origin, connect_s: float) -> _Connection:
         loop = asyncio.get_running_loop()
         opening = asyncio.ensure_future(
             loop.create_connection(
-                lambda: _Connection(self, address), address.host, address.port, ssl=_tls() if address.tls else None
+                lambda: _Connection(self, origin), origin.host, origin.port, ssl=_tls() if origin.tls else None
             )
         )
         try:

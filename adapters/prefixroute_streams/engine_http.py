@@ -1,8 +1,8 @@
-"""What the load probes of all engines share: a 503 that counts for a while, and the reading of metrics pages.
+"""Ask an engine's HTTP server: one answer, a metrics page, its load.
 
 Rules:
-1. Nothing raises for what an engine answers or fails to answer: an unreachable engine is None, a line that cannot be
-   read is skipped, a value that is not there is 0, which means not known.
+1. Nothing raises for what an engine answers or fails to answer. No usable answer is None, a line that cannot be read is
+   skipped, a value that is not there is 0, which means not known.
 2. An engine's gauges lag. They correct what a node counts itself; they do not replace it.
 """
 
@@ -17,22 +17,52 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 import httpx
+import msgspec
 
 from prefixroute.load import LoadReport
 
-from .http import TIMEOUT_S, fetch
+TIMEOUT_S: Final = 2.0
 
 REFUSING_FOR_S: Final = 1.0
 """How long a 503 counts. Neither engine sends Retry-After; vLLM's queue moves by about a prompt a second (0.32.0)."""
 
 REFUSAL: Final = "the engine answered 503"
 
+_MAX_JSON_BYTES: Final = 1 << 20
 _MAX_PAGE_BYTES: Final = 8 << 20
 
 _NAME: Final = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
 _LINE: Final = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
 _LABEL: Final = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ESCAPE: Final = re.compile(r"\\(.)")
+
+
+async def fetch(url: str, timeout_s: float, max_bytes: int, client: httpx.AsyncClient | None) -> bytes | None:
+    """Return the body of a successful GET, or None when there is none, for whatever reason."""
+    if client is None:
+        async with httpx.AsyncClient(trust_env=False) as own:
+            return await fetch(url, timeout_s, max_bytes, own)
+    body = bytearray()
+    try:
+        async with client.stream("GET", url, timeout=timeout_s) as response:
+            if response.status_code != httpx.codes.OK:
+                return None
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if len(body) > max_bytes:
+                    return None
+    except (httpx.HTTPError, httpx.StreamError):
+        return None
+    return bytes(body)
+
+
+async def fetch_json(url: str, timeout_s: float, client: httpx.AsyncClient | None) -> object:
+    """Return the JSON value of a successful GET, or None."""
+    body = await fetch(url, timeout_s, _MAX_JSON_BYTES, client)
+    try:
+        return None if body is None else msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
 
 
 class Sample(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from prefixroute_serving.client import Client, HttpError, Reply, TimedOut, address_of
+from prefixroute_serving.http_client import HttpClient, HttpError, IncomingReply, TimedOut, origin_of
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -54,12 +54,12 @@ class Server:
 class Bench:
     """A client, a server, and requests from one to the other."""
 
-    def __init__(self, client: Client, server: Server, url: str) -> None:
+    def __init__(self, client: HttpClient, server: Server, url: str) -> None:
         self.client = client
         self.server = server
         self.url = url
 
-    async def post(self, *answer: bytes | None, body: bytes = b"{}", read_s: float | None = None) -> Reply:
+    async def post(self, *answer: bytes | None, body: bytes = b"{}", read_s: float | None = None) -> IncomingReply:
         self.server.answers.append(list(answer))
         headers = [("content-type", "application/json")]
         return await self.client.post(self.url, "/v1?x=1", headers, body, connect_s=5, read_s=read_s)
@@ -68,7 +68,7 @@ class Bench:
 def run(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         server = Server()
-        async with await asyncio.start_server(server, "127.0.0.1", 0) as listening, Client() as client:
+        async with await asyncio.start_server(server, "127.0.0.1", 0) as listening, HttpClient() as client:
             port = listening.sockets[0].getsockname()[1]
             await test(Bench(client, server, f"http://127.0.0.1:{port}/base/"))
         await asyncio.gather(*server.tasks)
@@ -221,7 +221,7 @@ def test_nobody_there_is_an_error() -> None:
         port = server.sockets[0].getsockname()[1]
         server.close()
         await server.wait_closed()
-        async with Client() as client:
+        async with HttpClient() as client:
             with pytest.raises(HttpError):
                 await client.post(f"http://127.0.0.1:{port}", "/", [], b"", connect_s=5)
 
@@ -233,7 +233,7 @@ def test_nobody_there_is_an_error() -> None:
 )
 def test_what_is_no_url_is_an_error(url: str) -> None:
     with pytest.raises(HttpError):
-        address_of(url)
+        origin_of(url)
 
 
 @pytest.mark.parametrize(
@@ -246,4 +246,4 @@ def test_what_is_no_url_is_an_error(url: str) -> None:
     ],
 )
 def test_urls_are_read(url: str, host: str, port: int, tls: bool, header: str) -> None:
-    assert address_of(url) == (host, port, tls, "", header)
+    assert origin_of(url) == (host, port, tls, "", header)
