@@ -9,7 +9,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from .errors import UsageError
@@ -35,6 +35,13 @@ class ContentSpan:
 
     content_id: str
     start: int
+
+
+def items_within(contents: tuple[ContentSpan, ...], start: int, end: int) -> tuple[ContentSpan, ...]:
+    """Return the items that start at tokens `start` to `end` - 1, placed by their distance from `start`."""
+    if not contents:
+        return ()
+    return tuple(ContentSpan(item.content_id, item.start - start) for item in contents if start <= item.start < end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,20 @@ class BlocksStored:
     mappable: bool = True
     confirmed: bool = False
     window: int = 0
+
+    def part(self, start: int, end: int) -> BlocksStored:
+        """Return blocks `start` to `end` - 1, clipped to those there are, as a store below the block before. O(blocks).
+
+        Each item goes with the block in which it starts. `block_size` has to be that of `tokens`.
+        """
+        first, last = start * self.block_size, end * self.block_size
+        return replace(
+            self,
+            handles=self.handles[start:end],
+            parent=self.handles[start - 1] if start else self.parent,
+            tokens=self.tokens[first:last],
+            contents=items_within(self.contents, first, last),
+        )
 
 
 @dataclass(frozen=True, slots=True)
