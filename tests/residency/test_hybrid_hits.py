@@ -236,6 +236,30 @@ def test_anchors_follow_whatever_happens(seed: int) -> None:
             assert published().n_keys == len(mirror.published)
 
 
+def test_anchors_follow_an_endpoint_that_becomes_a_hybrid_gets_a_second_full_group_and_restarts() -> None:
+    mirror, anchors = Mirror(), Anchors(2)
+    published = mirror.residency.published
+    anchors.rebuild(published())
+    kinds = []
+    for events in (
+        [full(ALL, TOKENS)],
+        [full(ALL, TOKENS, group=3)],
+        [window([1, 2, 9], TOKENS)],
+        [full(ALL[:9], TOKENS[: 9 * SIZE], group=4)],
+        [StreamRestarted()],
+        [full(ALL, TOKENS), window([1, 2, 9], TOKENS)],
+        [full(ALL, TOKENS, group=3)],
+    ):
+        mirror.apply(*events)
+        before = set(anchors)
+        changes = anchors.follow(published())
+        assert set(anchors) == before - changes.removed | changes.added
+        anchors._check(published())
+        assert published().n_keys == len(mirror.published)
+        kinds.append(type(published()).__name__)
+    assert kinds == ["RadixTree", "Forest", "HybridHits", "HybridHits", "RadixTree", "HybridHits", "HybridHits"]
+
+
 def test_an_anchor_above_a_gap_of_ends_stays_at_every_stride() -> None:
     mirror = Mirror()
     mirror.apply(full(ALL, TOKENS), window([1, 2, 3, 4, 8, 9], TOKENS))
