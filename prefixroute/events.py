@@ -3,13 +3,13 @@
 Rules:
 1. Engine events are engine-neutral. An adapter turns its engine's stream into them; `residency` applies them.
 2. Token ids are non-negative and below 2**32. An adapter may pass any sequence of ints.
-3. Node events tell, they never ask: a caller that ignores them all loses nothing but the news.
+3. Node events inform, they never ask: a caller that ignores them all loses nothing but the news.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from .errors import UsageError
@@ -18,10 +18,10 @@ Handle: TypeAlias = int | bytes
 """An engine's own opaque block hash. It never leaves the node."""
 
 GPU, CPU, DISK = "gpu", "cpu", "disk"
-"""Tiers. An adapter may pass another lower-case word; it is kept apart and given no credit."""
+"""Tiers. An adapter may pass another lower-case word: blocks in it are counted apart and give no match."""
 
 FULL_ATTENTION_KINDS = frozenset({"", "full_attention", "mla_attention", "sink_full_attention"})
-"""Group kinds that need, and keep, every block of a prefix; the others need those near its end (vLLM >= 0.22)."""
+"""Group kinds that need, and keep, every block of a prefix. Other kinds need blocks near its end (vLLM >= 0.22)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,13 @@ class ContentSpan:
 
     content_id: str
     start: int
+
+
+def items_within(contents: tuple[ContentSpan, ...], start: int, end: int) -> tuple[ContentSpan, ...]:
+    """Return the items that start at tokens `start` to `end` - 1, placed by their distance from `start`."""
+    if not contents:
+        return ()
+    return tuple(ContentSpan(item.content_id, item.start - start) for item in contents if start <= item.start < end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +67,12 @@ DEFAULT_NAMESPACE = Namespace()
 class BlocksStored:
     """The engine cached blocks, root side first.
 
-    `parent` is the handle before the first one, None at the root. `tokens` covers the whole span, or is empty
-    when the engine did not say. `namespace` matters at the root only; below it the parent's is inherited.
-    `mappable` is False when the adapter knows that content identity cannot be told from the event (an image
-    without an offset): such blocks are counted, never matched. `confirmed` says that the engine holds these blocks
-    now, whether it stored them just now or only tells of them again (a report): copies are not to be counted.
-    `window` is how many tokens the group looks back, 0 if it is no window's or the engine did not say.
+    `parent` is the handle before the first one, None at the root. `tokens` are those of all blocks, `block_size` each,
+    or empty if the engine did not say. `namespace` matters at the root only; below it the parent's is inherited.
+    `mappable` is False when the event does not tell the content of the blocks (an image without an offset): such
+    blocks are counted, never matched. `confirmed` marks a report: the engine holds these blocks now, and may have
+    stored them just now or long ago, so their copies are not to be counted. `window` is how many tokens the group looks
+    back, 0 if it is no window group or the engine did not say.
     """
 
     handles: tuple[Handle, ...]
@@ -81,13 +88,27 @@ class BlocksStored:
     confirmed: bool = False
     window: int = 0
 
+    def part(self, start: int, end: int) -> BlocksStored:
+        """Return blocks `start` to `end` - 1, clipped to those there are, as a store below the block before. O(blocks).
+
+        Each item goes with the block in which it starts. `block_size` has to be that of `tokens`.
+        """
+        first, last = start * self.block_size, end * self.block_size
+        return replace(
+            self,
+            handles=self.handles[start:end],
+            parent=self.handles[start - 1] if start else self.parent,
+            tokens=self.tokens[first:last],
+            contents=items_within(self.contents, first, last),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
     """The engine dropped one physical copy of each of these blocks from one tier of one group.
 
-    `last_copy` is True when the engine says that no copy is left (vLLM #48933 proposes it). `told` is how many events
-    of the engine this one stands for: an adapter may join neighbours that differ in their handles alone.
+    `last_copy` is True when the engine says that no copy is left (vLLM #48933 proposes it). `told` is how many engine
+    events this one stands for: an adapter may join neighbours that differ in their handles alone.
     """
 
     handles: tuple[Handle, ...]
@@ -113,7 +134,7 @@ class StreamGap:
 
 @dataclass(frozen=True, slots=True)
 class StreamRestarted:
-    """The engine's process began a new life with an empty cache."""
+    """The engine's process began anew, with an empty cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +150,7 @@ EngineEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared | StreamGa
 
 @dataclass(frozen=True, slots=True)
 class EngineBatch:
-    """What one engine step did, in order. `ts` is the engine's wall clock in seconds, for identity only."""
+    """What one step of a data-parallel `rank` did, in order. `ts` is the engine's wall clock in seconds, or 0.0."""
 
     events: tuple[EngineEvent, ...]
     rank: int = 0
@@ -137,7 +158,7 @@ class EngineBatch:
 
     @property
     def told(self) -> int:
-        """How many events the engine sent: removals that an adapter joined count as they came."""
+        """How many events the engine sent; removals that an adapter joined count one by one."""
         return sum([event.told if isinstance(event, BlocksRemoved) else 1 for event in self.events])
 
 
@@ -178,8 +199,8 @@ class PeerChanged:
 @dataclass(frozen=True, slots=True)
 class ReplicaChanged:
     """A peer endpoint was ``learnt`` or ``forgotten``, its replica ``replaced`` or ``discarded``; or an own endpoint
-    was ``refuted``: it met a later life of itself and moved past it. `reason` says why: what is forgotten may be
-    unheard, removed by the caller, or have ``left``.
+    was ``refuted``: it met a later incarnation of itself and moved past it. `reason` says why: a forgotten endpoint may
+    have been unheard, removed by the caller, or have ``left``.
     """
 
     endpoint: str

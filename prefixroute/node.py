@@ -333,7 +333,7 @@ class Node:
             self._tallies.decided(tenant, decision, forwarded)
         if decision.local and decision.matched_tokens and not decision.declined:
             depth = next(c.depth for c in decision.candidates if c.endpoint == decision.target)
-            self._locals[decision.target].residency.forest.use(prompt, depth, now)
+            self._locals[decision.target].residency.use(prompt, depth, now)
         return decision
 
     def first_token(self, decision: Decision, now: float) -> None:

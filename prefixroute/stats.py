@@ -92,7 +92,7 @@ def row_of(standing: Standing, local: LocalEndpoint | None, usable: bool, now: f
         copy.url,
         copy.incarnation,
         copy.keys.version,
-        len(copy.keys) if local is None else local.residency.forest.published,
+        len(copy.keys) if local is None else local.residency.published().n_keys,
         copy.age_s(now),
         standing.confidence,
         standing.rtt_s,

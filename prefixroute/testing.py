@@ -1,9 +1,15 @@
 """Test kits for those who build on this library: contracts for policies and adapters, and nodes joined in memory.
 
+| kit | for |
+|---|---|
+| `PolicyContract`, `candidate`, `request` | tests of a policy of your own |
+| `AdapterContract` | tests of an engine adapter of your own |
+| `stored`, `Mesh` | tests of whatever you build around nodes |
+
 Rules:
 1. Plain asserts, no test framework: subclass a contract in a module of your own tests, and pytest or unittest runs it.
-2. Nothing sleeps and nothing is random but what is seeded: the same calls give the same run.
-3. Contracts hold for every implementation, ours included; what makes one policy differ from another is not here.
+2. Nothing sleeps, and all randomness is seeded: the same calls give the same run.
+3. A contract holds for every implementation, ours included. What one policy does otherwise than another is not in it.
 """
 
 from __future__ import annotations
@@ -50,7 +56,7 @@ def candidate(
     confidence: float = 1.0,
     state: PushBackState = PushBackState.OPEN,
 ) -> Candidate:
-    """Make a candidate whose terms add up, as a router would weigh it."""
+    """Make a candidate whose terms add up, as a router would weigh it. Times are in seconds, `depth` in blocks."""
     matched = depth * block_size
     prefill_s = (prompt_tokens - confidence * matched) / tokens_per_s
     cost_s = rtt_s + wait_s + overhead_s + prefill_s
@@ -59,7 +65,7 @@ def candidate(
 
 
 def request(prompt_tokens: int = 1024, block_size: int = 16, now: float = 0.0, seed: int = 1) -> Request:
-    """Make a request with a prompt of random tokens."""
+    """Make a request at `now` whose prompt has random tokens, drawn from `seed`."""
     rng = random.Random(seed)
     domain = Domain("model", "tokenizer", block_size=block_size)
     node = Node("origin", domain, rng=rng, now=now)
@@ -67,14 +73,14 @@ def request(prompt_tokens: int = 1024, block_size: int = 16, now: float = 0.0, s
 
 
 class PolicyContract:
-    """What every `Policy` must keep. Subclass it, and return your policy from `make_policy`."""
+    """What holds for every `Policy`. Subclass it, and return your policy from `make_policy`."""
 
     def make_policy(self) -> Policy:
-        """Return the policy under test, new."""
+        """Return a new instance of the policy under test."""
         raise UsageError("a contract needs a policy: return yours from make_policy")
 
     def field(self, rng: random.Random) -> list[Candidate]:
-        """Return one to eight candidates at random, with many ties; override it for a policy that needs others."""
+        """Return one to eight random candidates, with many ties. Override it for a policy that needs others."""
         return [
             candidate(
                 f"n{i}/0",
@@ -89,7 +95,7 @@ class PolicyContract:
         ]
 
     def test_orders_exactly_the_candidates_it_was_given(self) -> None:
-        """Nobody is invented, lost or named twice."""
+        """No candidate is invented, lost or named twice."""
         rng = random.Random(1)
         for _ in range(200):
             given = self.field(rng)
@@ -98,7 +104,7 @@ class PolicyContract:
             assert set(order) == set(given)
 
     def test_takes_the_only_candidate(self) -> None:
-        """One candidate is chosen, whatever it is like."""
+        """An only candidate is chosen, whatever it is like."""
         for only in (candidate(local=True), candidate(), candidate(depth=64, wait_s=100.0)):
             assert self.make_policy().choose(request(), [only], random.Random(1)).order == (only,)
 
@@ -112,7 +118,7 @@ class PolicyContract:
             assert "\n" not in reason
 
     def test_gives_a_forward_at_least_the_time_it_expects(self) -> None:
-        """A smaller budget would have the target hand back what is as it should be."""
+        """With a smaller budget the target would hand back a request that takes as long as expected."""
         rng = random.Random(4)
         for _ in range(200):
             choice = self.make_policy().choose(request(), self.field(rng), rng)
@@ -135,7 +141,7 @@ class PolicyContract:
             assert given == before
 
     def test_leaves_the_global_generator_alone(self) -> None:
-        """A node's decisions can be repeated only if nothing else is drawn from."""
+        """Decisions can be repeated only if they draw from no other generator."""
         before = random.getstate()
         for seed in range(20):
             self.make_policy().choose(request(), self.field(random.Random(seed)), random.Random(seed))
@@ -143,30 +149,30 @@ class PolicyContract:
 
 
 class AdapterContract:
-    """What every engine adapter must keep. Subclass it, and return your decoder and recordings of your engine.
+    """What holds for every engine adapter. Subclass it, and return your decoder and recordings of your engine.
 
-    A recording is one life of one rank: the payloads of its messages, in order, from the first one on. Record a few
-    with a small cache, so that blocks are evicted too, and without the lines that no adapter can map (`mappable`).
+    A recording is the payloads that one rank sent, in order, from the start of its engine on. Record a few with a small
+    cache, so that blocks are evicted too, and without prompts that no adapter can map (`BlocksStored.mappable`).
     """
 
     domain = Domain("model", "tokenizer", block_size=16)
 
     def decode(self, payload: bytes) -> EngineBatch:
-        """Return what a payload says; raise `DecodeError` for one that cannot be read."""
+        """Return the batch in a payload; raise `DecodeError` if it cannot be read."""
         raise UsageError("a contract needs a decoder: return what your adapter makes of a payload from decode")
 
     def recordings(self) -> Sequence[Sequence[bytes]]:
-        """Return at least one recording, of blocks that come and go."""
+        """Return at least one recording, in which blocks are stored and removed."""
         raise UsageError("a contract needs recordings: return payloads of your engine from recordings")
 
     def test_reads_its_recordings_whole(self) -> None:
-        """Nothing in them is unknown, and what they store can be matched."""
+        """Nothing in a recording is unknown, and all stored blocks can be matched."""
         gone = 0
         for recording in self.recordings():
             residency = Residency(self.domain)
             for payload in recording:
                 residency.apply(self.decode(payload))
-                # What goes is counted net: an engine that tells whole states removes nothing by name.
+                # Lost keys are counted net: an engine that tells whole states removes no block by name.
                 gone += len(residency.take_changes().removed)
             counts = residency.counts
             assert counts.unknown_events == counts.unknown_removals == counts.orphans == counts.hash_only == 0, counts
@@ -175,7 +181,7 @@ class AdapterContract:
         assert gone > 0, "no recording evicts anything: record one with a small cache"
 
     def test_stores_come_with_the_tokens_of_their_blocks(self) -> None:
-        """As many as the blocks hold, or none at all."""
+        """A store has as many tokens as its blocks hold, or none at all."""
         for event in self._stores():
             assert event.block_size > 0
             assert len(event.tokens) in (0, len(event.handles) * event.block_size)
@@ -183,7 +189,7 @@ class AdapterContract:
             assert all(0 <= item.start < len(event.tokens) for item in event.contents)
 
     def test_copies_are_counted(self) -> None:
-        """The mirror holds each block as often as it was stored and not removed."""
+        """The mirror counts each block as often as it was stored, less its removals."""
         for recording in self.recordings():
             copies: Counter[tuple[str, int, Handle]] = Counter()
             for event in (event for payload in recording for event in self.decode(payload).events):
@@ -206,7 +212,7 @@ class AdapterContract:
             assert [tuple(row) for row in self._applied(recording).live()] == told
 
     def test_a_life_that_is_told_again_is_held_once(self) -> None:
-        """A replay from the beginning, after the mark of a new life, ends where the first telling did."""
+        """A replay from the beginning, after a restart, leads to the same residency as the first time."""
         for recording in self.recordings():
             once, twice = self._applied(recording), self._applied(recording)
             twice.apply(EngineBatch((StreamRestarted(),)))
@@ -217,7 +223,7 @@ class AdapterContract:
             assert once.live() == twice.live()
 
     def test_a_lost_message_is_doubted_and_never_raises(self) -> None:
-        """Whatever message is lost, the mirror stays whole; what it holds counts for less."""
+        """Whichever message is lost, the mirror keeps its invariants and notes the gap."""
         rng = random.Random(1)
         for recording in self.recordings():
             for lost in rng.sample(range(len(recording)), min(8, len(recording))):
@@ -228,7 +234,7 @@ class AdapterContract:
                 assert residency.counts.gaps == 1
 
     def test_bad_bytes_are_a_decode_error_or_a_batch(self) -> None:
-        """Cut, flipped and made-up payloads: an adapter meets all of them."""
+        """An adapter meets truncated, flipped and made-up payloads."""
         rng = random.Random(2)
         payloads = [b"", b"\x00", b"\xc1", b"null", rng.randbytes(100)]
         for recording in self.recordings():
@@ -271,7 +277,7 @@ def stored(
     contents: tuple[ContentSpan, ...] = (),
     tier: str = GPU,
 ) -> EngineBatch:
-    """Return what an engine would tell after it cached a prompt: its whole blocks, with handles by content."""
+    """Return the batch of an engine that has cached a prompt: its whole blocks, with handles by content."""
     n = len(tokens) // block_size
     packed = pack_tokens(list(tokens[: n * block_size]))
     state = blake2b(repr((namespace, contents)).encode(), digest_size=16)
@@ -287,8 +293,8 @@ def stored(
 class Mesh:
     """Nodes of one process joined by a network that loses nothing, on virtual time.
 
-    Addresses are node names. `delays` holds one-way seconds by (from, to), 0 where there is no entry; what goes from
-    or to a node in `down` is dropped, and its timers stand still.
+    Addresses are node names. `delays` holds one-way seconds by (from, to), 0 where there is no entry. Datagrams from or
+    to a node in `down` are dropped, and its timers do not fire.
     """
 
     def __init__(self, *nodes: Node, now: float = 0.0) -> None:
@@ -302,7 +308,7 @@ class Mesh:
             self.add(node)
 
     def add(self, node: Node) -> Node:
-        """Take a node in, and make it and all others peers."""
+        """Add a node, and make it and each of the others peers."""
         for other in self.nodes.values():
             other.add_peer(node.node, node.node, self.now)
             node.add_peer(other.node, other.node, self.now)
@@ -310,7 +316,7 @@ class Mesh:
         return node
 
     def run(self, seconds: float) -> None:
-        """Let time pass: timers fire and datagrams arrive, each at its moment."""
+        """Let `seconds` pass: timers fire and datagrams arrive, each at its moment."""
         end = self.now + seconds
         while True:
             self._collect()

@@ -4,19 +4,19 @@ A stream is a folder of payloads named by sequence number (NNNNN.msgpack), or on
 
 | file                  | holds                                                                               |
 |-----------------------|-------------------------------------------------------------------------------------|
-| .msgpack              | a payload; or payloads in a row from number 0, each behind its length               |
-| .frames, .bin         | messages in a row: a frame count, then each frame behind its length; the payload is |
-|                       | the last frame, the number in 8 bytes (big-endian) the one before it                |
+| .msgpack              | a payload; or payloads in a row from number 0, each after its length                |
+| .frames, .bin         | messages in a row: a frame count, then each frame after its length; the payload is  |
+|                       | the last frame, its number (8 bytes, big-endian) the one before                     |
 
-Lengths and counts are 4 bytes, big-endian. Below a folder without numbered payloads each sub-folder is a stream of its
-own; a file that is not named by a number is one as well.
+Lengths and counts are 4 bytes, big-endian. Each folder with numbered payloads, at or below the one given, is a stream
+of its own, and so is each file that is not named by a number.
 
 Rules:
 1. Each stream and each rank in it has a residency of its own, as each has in a running node.
-2. A number that is missing is a gap, and a first number above 0 is a truncated history: both make the rank partial.
+2. A missing number is a gap, and a first number above 0 is a truncated history: both make the rank partial.
 3. A payload that cannot be decoded is counted, and is a gap of one.
-4. A file is payloads or messages in a row only if they fill it exactly. No payload of an engine looks like that: its
-   first byte, that of an array, would be a length of gigabytes.
+4. A file is read as payloads or messages in a row only if they fill it exactly. No single payload of an engine does:
+   its first byte, that of an array, would begin a length of gigabytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SUFFIX = ".msgpack"
 SUFFIXES_OF_MESSAGES = (".frames", ".bin")
 _LENGTH = 4
 TOTALS = ("stored", "removed", "unknown_events", "unknown_removals", "hash_only", "orphans", "gaps", "restarts")
-"""Counters of a residency that the report adds up, in blocks but for `unknown_events`, `gaps` and `restarts`."""
+"""Counters of a residency that the report sums up: blocks, except `unknown_events`, `gaps` and `restarts`."""
 
 
 class Payload(NamedTuple):
@@ -48,7 +48,7 @@ class Payload(NamedTuple):
 
 
 def streams(source: Path) -> Iterator[tuple[str, Iterator[Payload]]]:
-    """Yield the streams at or below `source`: a name, and the payloads in order. Raises `UsageError` without any."""
+    """Yield the name and the payloads, in order, of each stream at or below `source`; raise `UsageError` if none is."""
     if source.is_file():
         yield source.name, payloads_of(source)
         return
@@ -71,7 +71,7 @@ def streams(source: Path) -> Iterator[tuple[str, Iterator[Payload]]]:
 
 
 def payloads_of(path: Path) -> Iterator[Payload]:
-    """Yield the payloads of one file. Raises `UsageError` for what is named as a file of messages and is none."""
+    """Yield the payloads of one file. Raises `UsageError` if it is named as a file of messages and is none."""
     data = path.read_bytes()
     if path.suffix not in SUFFIXES_OF_MESSAGES:
         rows = _rows(data)
@@ -79,7 +79,7 @@ def payloads_of(path: Path) -> Iterator[Payload]:
         return
     messages = _messages(data)
     if messages is None:
-        raise UsageError(f"{path}: not a recording of messages: pass frame counts and frames, each behind its length")
+        raise UsageError(f"{path}: not a recording of messages: pass frame counts and frames, each after its length")
     for frames in messages:
         numbered = len(frames) > 1 and len(frames[-2]) == 8
         yield Payload(int.from_bytes(frames[-2], "big") if numbered else None, frames[-1] if frames else b"")
@@ -90,7 +90,7 @@ def _holds_messages(path: Path) -> bool:
 
 
 def _rows(data: bytes) -> list[bytes] | None:
-    """Byte strings in a row, each behind its length; None if `data` is nothing of the kind."""
+    """Byte strings in a row, each after its length; None if `data` is not that."""
     rows, at = [], 0
     while at < len(data):
         start = at + _LENGTH
@@ -100,7 +100,7 @@ def _rows(data: bytes) -> list[bytes] | None:
 
 
 def _messages(data: bytes) -> list[list[bytes]] | None:
-    """Messages in a row, each a frame count and its frames; None if `data` is nothing of the kind."""
+    """Messages in a row, each a frame count and its frames; None if `data` is not that."""
     messages, at = [], 0
     while at + _LENGTH <= len(data):
         count, at = int.from_bytes(data[at : at + _LENGTH], "big"), at + _LENGTH
@@ -116,7 +116,7 @@ def _messages(data: bytes) -> list[list[bytes]] | None:
 
 
 class StreamReplay:
-    """One stream applied: a residency for each rank, and what could not be decoded."""
+    """One stream, applied: a residency for each rank, and a count of the messages that could not be decoded."""
 
     def __init__(self, name: str, domain: Domain, decode: Callable[[bytes], EngineBatch]) -> None:
         self.name = name
@@ -134,7 +134,7 @@ class StreamReplay:
         try:
             batch = self._decode(payload.data)
         except DecodeError:
-            # The next message then finds a number missing.
+            # Its number counts as missing with the next message.
             self.undecodable += 1
             return
         residency = self.ranks.setdefault(batch.rank, Residency(self._domain))
@@ -178,7 +178,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Apply the stream and print the report. Raises `UsageError` for a source or an engine that is not there."""
+    """Apply the stream and print the report. Raises `UsageError` if the source or the engine's adapter is missing."""
     decode = engine_decoder(options.engine)
     domain = Domain("replay", "replay", options.block_size)
     replays = []
@@ -203,7 +203,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def engine_decoder(name: str) -> Callable[[bytes], EngineBatch]:
-    """Return the payload decoder of an installed engine adapter. Raises `UsageError` that lists those there are."""
+    """Return the payload decoder of an installed engine adapter. Raises `UsageError`, with a list, if there is none."""
     found = {point.name: point for point in entry_points(group="prefixroute.engines")}
     if name not in found:
         raise UsageError(f"no adapter for engine {name!r}; installed: {', '.join(sorted(found)) or 'none'}")

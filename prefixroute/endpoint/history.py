@@ -1,9 +1,9 @@
 """Residency guessed from what was served, for an engine whose events never come.
 
 Rules:
-1. It is a stream like any other: what it guesses goes through `residency` as engine events, under the chain's own
-   keys as handles, and is cleared by a restart when real events begin.
-2. Blocks are touched deepest first, so the least recently used block is always a leaf, as in an engine.
+1. The guess is a stream like any other: it goes through `residency` as engine events, with the chain's own keys as
+   handles. A restart clears it when real events begin.
+2. A prompt's blocks are used deepest first. So the least recently used block is always a leaf, as in an engine.
 3. Memory is bounded by the engine's capacity in blocks.
 """
 
@@ -17,11 +17,11 @@ from ..events import BlocksRemoved, BlocksStored, EngineBatch, EngineEvent
 from ..keys.chain import TokenChain
 
 DEFAULT_CAPACITY_BLOCKS = 8192
-"""131,072 tokens of 16-token blocks: a modest cache, until the engine's capacity is known."""
+"""A modest cache, 131,072 tokens in blocks of 16, until the engine's capacity is known."""
 
 
 class RoutingHistory:
-    """An LRU cache of the prompts that one endpoint served, as an engine of that capacity would keep them."""
+    """An LRU cache of the prompts that one endpoint served, as an engine of that many blocks would keep them."""
 
     __slots__ = ("_blocks", "capacity_blocks")
 
@@ -30,16 +30,17 @@ class RoutingHistory:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
+        """Number of blocks."""
         return len(self._blocks)
 
     def clear(self) -> None:
-        """Forget all: the engine's cache was emptied."""
+        """Forget all blocks: the engine's cache was emptied."""
         self._blocks.clear()
 
     def served(self, chain: TokenChain) -> EngineBatch:
-        """Take a served prompt; return what an engine would have told. O(blocks).
+        """Take a served prompt; return the events that an engine would have sent. O(blocks).
 
-        A prompt with images is left out: what it may be reused for is not known without the engine.
+        A prompt with images is left out: which prompts may reuse it is not known without the engine.
         """
         depth = min(chain.depth, self.capacity_blocks)
         if chain.extras() or not depth:

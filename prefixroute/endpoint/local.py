@@ -73,7 +73,7 @@ class LocalEndpoint:
         self.copy = copy
         self.domain = domain
         self.residency = Residency(domain, credited)
-        self.publisher = Publisher(copy.keys, self.residency.forest, digest_bytes, held)
+        self.publisher = Publisher(copy.keys, self.residency, digest_bytes, held)
         self.push_back = PushBack(push_back)
         self.backlog: deque[Iterator[EngineBatch]] = deque()
         """What the engine did and is not applied yet, by batch, in portions."""
@@ -143,7 +143,7 @@ class LocalEndpoint:
 
     def served(self, chain: TokenChain, cached_tokens: int | None, now: float) -> tuple[Delta, list[NodeEvent]]:
         """Learn from a prompt that the engine served; return what `apply` would."""
-        self.residency.forest.end_request(chain)
+        self.residency.end_request(chain)
         if cached_tokens is not None:
             self.unit = gcd(self.unit, cached_tokens)
         told: list[NodeEvent] = []

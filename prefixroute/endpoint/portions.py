@@ -1,10 +1,11 @@
-"""Engine batches cut into portions, so that a large one (a replay, a report, a warm start) holds nobody up.
+"""Engine batches cut into portions, so that a large one (a replay, a report, a warm start) does not block the node.
 
 Rules:
-1. A batch of up to `PORTION_BLOCKS` blocks, as that of any step of an engine, stays as it is.
-2. Portions in order do what the batch does. Between two of them some of its blocks are told, and some are not yet.
-3. An event is cut between two of its blocks: each part continues the one before. A report and what has items stay
-   whole, since only all of it says what is meant.
+1. A batch of up to `PORTION_BLOCKS` blocks, as an engine's step brings, stays whole.
+2. The portions of a batch, applied in order, come to what the batch does. Between two of them some of its blocks are
+   applied and others are not yet.
+3. An event is cut between two of its blocks, and each part continues the one before. A report and an event with items
+   stay whole, since only all of it says what is meant.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from dataclasses import replace
 from ..events import BlocksRemoved, BlocksStored, EngineBatch, EngineEvent
 
 PORTION_BLOCKS = 1024
-"""Blocks that are applied at once: 2 ms, and 16,384 tokens, as much as engines compute in a step."""
+"""Blocks that are applied at once. They take 2 ms, and are 16,384 tokens: as many as engines compute in a step."""
 
 
 def is_small(batch: EngineBatch, most: int = PORTION_BLOCKS) -> bool:
-    """Whether a batch is no more than one portion. O(events)."""
+    """Whether a batch of up to `most` blocks is one portion. O(events)."""
     return len(batch.events) <= most and sum(map(_blocks, batch.events)) <= most
 
 
@@ -39,23 +40,19 @@ def portions(batch: EngineBatch, most: int = PORTION_BLOCKS) -> Iterator[EngineB
 
 
 def _blocks(event: EngineEvent) -> int:
-    """How much an event is, in blocks; one without blocks is as much as one."""
+    """The size of an event in blocks; one without blocks counts as one."""
     return max(1, len(event.handles)) if isinstance(event, (BlocksStored, BlocksRemoved)) else 1
 
 
 def _parts(event: EngineEvent, most: int) -> Iterator[EngineEvent]:
-    """An event as parts of up to `most` blocks."""
-    if _blocks(event) <= most:
-        yield event
-    elif isinstance(event, BlocksRemoved):
-        for at in range(0, len(event.handles), most):
+    """An event as parts of up to `most` blocks, or whole if it cannot be cut."""
+    n = _blocks(event)
+    if n > most and isinstance(event, BlocksRemoved):
+        for at in range(0, n, most):
             yield replace(event, handles=event.handles[at : at + most], told=0 if at else event.told)
-    elif isinstance(event, BlocksStored) and _cuttable(event):
-        size = event.block_size
-        for at in range(0, len(event.handles), most):
-            handles = event.handles[at : at + most]
-            tokens = event.tokens[at * size : (at + most) * size]
-            yield replace(event, handles=handles, tokens=tokens, parent=event.handles[at - 1] if at else event.parent)
+    elif n > most and isinstance(event, BlocksStored) and _cuttable(event):
+        for at in range(0, n, most):
+            yield event.part(at, at + most)
     else:
         yield event
 

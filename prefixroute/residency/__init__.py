@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .mirror import Live, Residency, StreamCounts
+from .live import Live, StreamCounts
+from .mirror import Residency
 
 __all__ = ["Live", "Residency", "StreamCounts"]

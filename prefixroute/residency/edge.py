@@ -1,9 +1,10 @@
-"""One edge of the radix tree: a run of blocks without a fork, their keys, and their counts by tier.
+"""One edge of the radix tree: consecutive blocks without a fork, their keys, and their counts by tier.
 
 Rules:
 1. All arrays of an edge have one entry a block, and are cut and joined together.
-2. `reach` is the length of the leading run of matchable blocks; the tree alone moves it.
+2. `reach` is the number of leading blocks that are matchable; only the tree changes it.
 3. A split or a merge keeps the object that owns more blocks, so that fewer keys have to be pointed elsewhere.
+4. In every method `size` is the number of token bytes of a block.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from collections.abc import Sequence
 import numpy as np
 
 _CHUNK = 256
-"""Counts that are read at once when the end of what is held is looked for."""
+"""Counts that are read at once while searching for the last held block."""
 
 
 class Edge:
-    """Blocks `depth`+1 .. `depth`+len(keys) and the edges below its end. A root has no parent and no blocks."""
+    """Blocks at depths `depth` + 1 to `depth` + len(keys), and the edges below the last one.
+
+    A root has no parent and no blocks, only `root_key`.
+    """
 
     __slots__ = ("children", "counts", "data", "depth", "extras", "keys", "parent", "reach", "root_key", "used_at")
 
@@ -33,7 +37,7 @@ class Edge:
         self.reach = 0
         self.children: dict[bytes, Edge] = {}
         self.used_at = 0.0
-        """When a prompt last went this way, in seconds of the tree's clock."""
+        """When a prompt last used the edge, in seconds of the tree's clock."""
 
     def block(self, at: int, size: int) -> bytes:
         """Return what block `at` contributes to the chain: its tokens, `size` bytes, then its items' digests."""
@@ -51,8 +55,8 @@ class Edge:
         counts = self.counts
         return any(tier in counts and counts[tier][at] for tier in tiers)
 
-    def run(self, start: int, stop: int, tiers: Sequence[str]) -> int:
-        """Return where the blocks from `start` on, up to `stop`, that have a count in one of `tiers` end."""
+    def held_until(self, start: int, stop: int, tiers: Sequence[str]) -> int:
+        """Return the first block from `start` on that has no count in any of `tiers`, or `stop` if that comes first."""
         counts = [self.counts[tier] for tier in tiers if tier in self.counts]
         if len(counts) == 1:
             try:
@@ -68,9 +72,9 @@ class Edge:
         return stop if held[first] else start + first
 
     def count(self, lower: int, upper: int, tier: str, change: int) -> int | None:
-        """Add `change`, 1 or -1, to the counts of blocks `lower` to `upper` - 1; return a block that has none to lose.
+        """Add `change`, 1 or -1, to the counts of blocks `lower` to `upper` - 1; return None.
 
-        Nothing is changed then.
+        If a block has no count to lose, nothing is changed and that block is returned.
         """
         counts = self.counts.get(tier)
         if counts is None:

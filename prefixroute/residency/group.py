@@ -1,20 +1,21 @@
 """One group's engine blocks by handle, held as `Run`s.
 
 Rules:
-1. A block in the middle of a run that gets something below it, or another copy, or loses one, is cut off first; what
-   is equal again is joined again. Neither changes anything that a run vouches for.
-2. Cutting and joining move the smaller part. Nothing here but `each` is slower for a longer run, save for copying its
+1. A block within a run that gets another block below it, or gains or loses a copy, is first cut off as a run of its
+   own. Runs that have become equal are joined again. Neither changes what is vouched for.
+2. Cutting and joining move the smaller part. Nothing here but `each` takes longer for a longer run, save copying its
    list of handles and its tokens.
-3. A run without copies is kept for what is below it alone. If the tree alone has its tokens, it is one block, so that
-   each block has a key by which the tree is asked whether it still has them.
+3. A run without copies is kept only for what hangs below it. If the tree alone has its tokens, the run is one block:
+   then each block has a key, by which the tree is asked whether it still has the tokens.
 
-Memory: about 110 bytes a block for the entry that finds a handle's run, beside the handle's own.
+Memory: about 110 bytes a block for the entry that finds the run of a handle, beside the handle's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import repeat
+from math import lcm
 
 from ..events import Handle
 from ..keys.chain import TOKEN_BYTES
@@ -23,11 +24,14 @@ from .runs import Run
 from .window_group import WindowGroup
 
 BUSY_KIDS = 8
-"""With more kids a run is not joined with its parent any more: each of them would have to be pointed elsewhere."""
+"""A run with more kids is not joined with its parent: each kid would have to be pointed elsewhere."""
 
 
 class Group:
-    """One KV-cache group's engine blocks; `reblocker` only for a full-attention group, `window` for one that is not."""
+    """One KV-cache group's engine blocks. A full-attention group has a `reblocker`, a window or state group a `window`.
+
+    A group in which no prefix is looked up has neither: its blocks are only counted.
+    """
 
     __slots__ = ("block_size", "reblocker", "runs", "waiting", "window")
 
@@ -37,10 +41,10 @@ class Group:
         self.block_size = 0
         self.runs: dict[Handle, Run] = {}
         self.waiting: dict[Handle, dict[Handle, Run]] = {}
-        """Runs whose parent has not come, by its handle and by their own first one."""
+        """Handle of a parent that has not come -> the runs that wait for it, by their own first handle."""
 
     def each(self) -> list[Run]:
-        """Return the runs, in the order in which their handles came. O(blocks)."""
+        """Return the runs in the order in which their handles came. O(blocks)."""
         return list(dict.fromkeys(self.runs.values()))
 
     # --- cutting -------------------------------------------------------------------------------------------
@@ -118,7 +122,7 @@ class Group:
             self.join(run, run.kids)
 
     def _take_place(self, run: Run, upper: Run) -> None:
-        """Give a run's place below its parent, or among those that wait, to `upper`, which begins with its handle."""
+        """Give a run's place below its parent, or among the waiting, to `upper`, which has its first handle."""
         parent, upper.parent, run.parent = run.parent, run.parent, None
         if parent is not None:
             if isinstance(parent.kids, dict):
@@ -130,7 +134,7 @@ class Group:
             upper.wants, run.wants = run.wants, None
 
     def enter(self, run: Run) -> bool:
-        """Let a new run be found by its handles if all are new and none comes twice; return whether."""
+        """Register a new run under its handles if all are new and none comes twice; return whether it was done."""
         known = len(self.runs)
         found = list(map(self.runs.setdefault, run.handles, repeat(run)))
         if len(self.runs) - known == len(found):
@@ -139,19 +143,19 @@ class Group:
         return False
 
     def leave(self, run: Run, found: list[Run] | None = None) -> None:
-        """Take back `enter`; `found` are the runs of its handles."""
+        """Undo `enter`; `found` are the runs that have the handles."""
         for handle, other in zip(run.handles, found or repeat(run), strict=False):
             if other is run:
                 self.runs.pop(handle, None)
 
     def keep(self, run: Run) -> None:
-        """Let a new run be found by its handles."""
+        """Register a new run under its handles."""
         self.runs.update(dict.fromkeys(run.handles, run))
 
     # --- places --------------------------------------------------------------------------------------------
 
     def place_below(self, run: Run, wanted: Handle) -> None:
-        """Link to the parent or wait for it; a run that names itself stays unresolved (Dynamo #6569)."""
+        """Link a run to its parent, or let it wait; one that names itself stays unresolved (Dynamo #6569)."""
         parent = self.runs.get(wanted)
         if parent is None:
             run.wants = wanted
@@ -171,7 +175,7 @@ class Group:
                     self.reblocker.resolve(kid, run.root)
 
     def drop(self, run: Run) -> Run | None:
-        """Forget a run that has no copy, and its unheld ancestors, while nothing is below them; return who stays."""
+        """Forget a run if it has no copies and nothing below it, then its ancestors alike; return the first to stay."""
         runs = self.runs
         at: Run | None = run
         while at is not None and not at.copies and at.kids is None:
@@ -183,7 +187,7 @@ class Group:
         return at
 
     def forget_lost(self, handles: list[Handle]) -> None:
-        """Forget those handles whose tokens are gone with their last copy; what is below them waits for them again."""
+        """Forget those handles whose tokens went with their last copy; the runs below wait for them again."""
         runs = self.runs
         for handle in handles:
             run = runs.get(handle)
@@ -206,9 +210,10 @@ class Group:
     # --- runs of handles -----------------------------------------------------------------------------------
 
     def stretch(self, run: Run, handles: list[Handle], i: int, back: bool) -> tuple[int, int]:
-        """Return which blocks of `run`, from one to another, the handles from `i` on name.
+        """Return (lower, upper): the handles from `i` on name blocks `lower` to `upper` - 1 of `run`.
 
-        Root side first, or also the other way if `back`. O(blocks named), and C's own search for the first.
+        They name them root side first or, if `back`, perhaps the other way round. O(blocks named), and a search in C
+        for the first handle.
         """
         mine = run.handles
         first = handles[i]
@@ -222,7 +227,7 @@ class Group:
         return at, at + n
 
     def stretches(self, handles: list[Handle]) -> Iterator[tuple[int, int, Run | None]]:
-        """Yield (i, j, run) until every handle was named: those from `i` to `j` - 1 are a run's, or none's so far."""
+        """Yield (i, j, run) for all handles in order: `i` to `j` - 1 are the whole of a run, None if they are new."""
         i = 0
         while i < len(handles):
             run = self.runs.get(handles[i])
@@ -236,7 +241,7 @@ class Group:
             i = j
 
     def _new_until(self, handles: list[Handle], i: int) -> int:
-        """Where the handles from `i` on that no run has, each once, end."""
+        """Where the handles from `i` on cease to be new: the next one is a run's, or was named before."""
         seen: set[Handle] = set()
         for at in range(i, len(handles)):
             if handles[at] in self.runs or handles[at] in seen:
@@ -271,13 +276,19 @@ class Group:
             assert all(self.runs[first] is run and run.handles[0] == first for first, run in waiting.items())
 
 
+def hit_unit(groups: Iterable[Group]) -> int:
+    """Return the tokens in which the engine can reuse a prefix: its blocks' common multiple, 0 if none is known."""
+    sizes = [group.block_size for group in groups if group.block_size]
+    return lcm(*sizes) if sizes else 0
+
+
 def _may_join(parent: Run, kid: Run) -> bool:
-    """Whether a kid continues its parent, and is not at a busy fork, where it would be cut off and joined in turns."""
+    """Whether to join a kid with its parent; not at a busy fork, where it would be cut off and joined in turns."""
     return kid.continues(parent) and not (isinstance(kid.kids, dict) and len(kid.kids) > BUSY_KIDS)
 
 
 def _shared(mine: list[Handle], at: int, handles: list[Handle], i: int) -> int:
-    """How many handles from `at` and from `i` on agree; the first do. Steps grow, so that a short match is cheap."""
+    """How many handles from `at` and from `i` on agree. The first do; steps grow, so that a short match is cheap."""
     most = min(len(mine) - at, len(handles) - i)
     n, step = 1, 4
     while n < most:
@@ -291,7 +302,7 @@ def _shared(mine: list[Handle], at: int, handles: list[Handle], i: int) -> int:
 
 
 def _shared_back(mine: list[Handle], at: int, handles: list[Handle], i: int) -> int:
-    """As `_shared`, from `at` towards the root."""
+    """As `_shared`, but in `mine` from `at` towards the root."""
     most = min(at + 1, len(handles) - i)
     n, step = 1, 4
     while n < most:

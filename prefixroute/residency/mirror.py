@@ -1,18 +1,18 @@
 """Which prefixes an endpoint's engine really holds: its event stream, turned into changes of the radix tree.
 
 Rules (each has a recorded stream or a named issue behind it):
-1. State is keyed by (group, handle) and counted per tier. vLLM stores a block twice when a prompt is exactly k blocks
+1. State is kept by (group, handle) and counted per tier. vLLM stores a block twice when a prompt is exactly k blocks
    long, or when two equal requests run at once, and removes it twice (vLLM #48933, Dynamo #8012).
-2. A block whose parent is unknown is parked and attached when the parent comes (llm-d-kv-cache #372).
-3. Handles map to tokens only when len(tokens) == len(handles) * block_size; otherwise the blocks are counted, never
-   matched (vLLM #44451). An event without tokens gives a known handle a copy in another tier.
-4. Engine blocks of any size become canonical blocks (`reblock`). One is held while all its tokens are. Blocks of one
-   path with equal copies are kept as one run (`runs`), so that small pages cost little more than large blocks.
-5. Blocks are placed by full-attention groups, and a prefix counts only if every such group holds it. Window and state
-   groups enter the hit unit, and a hit ends only where each of them has what it needs: see `hybrid_hits`.
-6. A gap makes the residency partial: what was known before it is doubtful until it is stored again, reported or
-   removed. A report adds no copies (vLLM #45261).
-7. Nothing that an engine sends raises: unknown removals and unusable events are counters.
+2. How stores enter, those without a known parent, those without tokens and reports too, `stores` says.
+3. Engine blocks of any size become canonical blocks (`reblock`). A canonical block is held while all its tokens are.
+   Blocks of one path with equal copies are kept as one run (`runs`), so that small pages cost little more than large
+   blocks.
+4. Full-attention groups place blocks, and a prefix counts only if every such group holds it (`forest`). Window and
+   state groups enter the hit unit, and a hit ends only where each of them has what it needs (`hybrid_hits`).
+5. A gap makes the residency partial: what was known before it is doubtful (`live`).
+6. What is published is one of three structures (`published`). It changes when the first window or state group comes,
+   when one more full-attention group comes, and when the engine restarts.
+7. Nothing that an engine sends raises: unknown removals and unusable events are counted.
 
 Memory, the tree's and the handles' included: 98 bytes per engine block of one token, 245 of 16 tokens, 410 of 32 (by
 `tracemalloc` on CPython 3.11, prompts of 1,024 tokens, canonical blocks of 16: `benchmarks/ingest.py --only memory`).
@@ -22,11 +22,7 @@ Blocks of 16 that make no run, because they came children first or all are forks
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import inf, lcm
-from typing import NamedTuple
 
-from ..errors import UsageError
 from ..events import (
     CPU,
     FULL_ATTENTION_KINDS,
@@ -34,7 +30,6 @@ from ..events import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    ContentSpan,
     EngineBatch,
     EngineEvent,
     Handle,
@@ -42,30 +37,28 @@ from ..events import (
     StreamRestarted,
     UnknownEvent,
 )
-from ..keys.chain import TOKEN_BYTES, ChainSpec, pack_tokens
+from ..keys.chain import ChainSpec, TokenChain
 from ..keys.domain import Domain
 from ..keys.keyset import Delta
 from .forest import Forest
-from .group import Group
+from .group import Group, hit_unit
+from .hybrid_hits import Held, HybridHits
+from .idle import Idleness
+from .live import Live, LiveBlocks, StreamCounts
+from .published import Published
 from .reblock import Reblocker
-from .report import parts_of
-from .runs import Run
+from .stores import Stores
 from .tree import RadixTree
 from .window_group import APART_KINDS, WindowGroup
-
-EVICTION_WEIGHT = 0.1
-"""Weight of the newest eviction in the smoothed idle age."""
-
-DOUBT = 0.5
-"""Confidence in a block that was known before a gap: nobody saw it go, but its removal may have been lost."""
 
 
 class Residency:
     """The mirror of one endpoint's engine (one data-parallel rank), exact while its stream is clean.
 
     `apply` takes batches in order and never raises for what an engine sent. `take_changes` gives the 64-bit keys that
-    came to be published, and ceased to be: matchable canonical blocks, or the ends of a hybrid model's hits.
-    `credited` tiers count for a match. `capacity_tokens`, when known, bounds the live copies in the GPU tier.
+    are to be published and those that are not any more: matchable canonical blocks, or the ends of a hybrid model's
+    hits. Blocks in `credited` tiers count for a match. `capacity_tokens`, when known (above 0), bounds the live copies
+    in the GPU tier.
     """
 
     def __init__(self, domain: Domain, credited: Sequence[str] = (GPU, CPU), capacity_tokens: int = 0) -> None:
@@ -73,56 +66,52 @@ class Residency:
         self.partial = False
         """Whether a gap happened and nothing has ended the doubt since."""
         self.counts = StreamCounts()
-        self.eviction_age_s = inf
-        """How long blocks had not been used when they were evicted, smoothed; infinite before the first."""
-        self._domain = domain
         self._spec = ChainSpec(domain.block_size, domain.mix)
         self._credited = tuple(credited)
         self._groups: dict[int, Group] = {}
-        self.forest = Forest()
-        """The trees of the full-attention groups: what is matchable, and its anchors."""
-        self._epoch = 0
-        self._doubtful = 0
-        self._live = 0
-        self._gpu_copies = 0
+        self._live = LiveBlocks()
+        self._stores = Stores(domain, self._live, self.counts, self._group)
+        self._idle = Idleness()
+        self._trees = [RadixTree(self._spec, self._credited)]
+        """One for each full-attention group; the first is there before its group."""
+        self._held: Held = self._trees[0]
+        self._published: Published = self._held
         self._inflated = False
-        self._told: list[Handle] = []  # by full-attention groups in this batch, of a hybrid model alone
 
     # --- reading -------------------------------------------------------------------------------------------
 
     @property
     def confidence(self) -> float:
-        """How far the matchable blocks can be relied on: 1.0 while none predates a gap, never below `DOUBT`."""
-        return 1.0 - (1.0 - DOUBT) * self._doubtful / self._live if self._doubtful else 1.0
+        """How far the matchable blocks can be relied on: 1.0 while none predates a gap, never below `live.DOUBT`."""
+        return self._live.confidence
 
     @property
     def hit_unit(self) -> int:
         """Tokens in which the engine can reuse a prefix: the common multiple of its groups' blocks, 0 if unknown."""
-        sizes = [group.block_size for group in self._groups.values() if group.block_size]
-        return lcm(*sizes) if sizes else 0
+        return hit_unit(self._groups.values())
+
+    @property
+    def eviction_age_s(self) -> float:
+        """Seconds that blocks had not been used when they were evicted, smoothed; infinite before the first."""
+        return self._idle.age_s
 
     @property
     def canonical_blocks(self) -> int:
         """Number of matchable canonical blocks, whether a hit can end there or not."""
-        return self.forest.matchable
+        return self._held.n_keys
 
     @property
     def live_blocks(self) -> int:
         """Number of engine blocks with at least one copy, over all groups."""
-        return self._live
+        return self._live.blocks
 
     def keys(self) -> Iterator[int]:
         """Yield the 64-bit keys of all matchable canonical blocks, whether a hit can end there or not."""
-        return self.forest.keys()
+        return self._held.keys()
 
-    def published(self) -> Iterator[int]:
-        """Yield the 64-bit keys that are to be published: `keys`, or those of a hybrid model (`keys.hit_marks`)."""
-        return self.forest.published_keys()
-
-    @property
-    def trees(self) -> tuple[RadixTree, ...]:
-        """The trees of the full-attention groups, usually one."""
-        return self.forest.trees
+    def published(self) -> Published:
+        """Return what is to be published: iterate for its 64-bit keys. Ask anew after each `apply` (rule 6)."""
+        return self._published
 
     def live(self) -> list[Live]:
         """Return live blocks by (tier, group). O(blocks)."""
@@ -137,19 +126,19 @@ class Residency:
 
     def take_changes(self) -> Delta:
         """Return and forget the keys that came to be published, and ceased to be, since the last call."""
-        return self.forest.take_changes()
+        return self._published.take_changes()
 
     # --- writing -------------------------------------------------------------------------------------------
 
     def apply(self, batch: EngineBatch, now: float = 0.0) -> None:
         """Apply a batch as a whole, in order, at `now` in seconds. Amortised O(its blocks)."""
         self.counts.batches += 1
-        self.forest.tick(now, batch.ts)
+        self._idle.tick(self._trees, now, batch.ts)
         removal: BlocksRemoved | None = None
         handles: list[Handle] = []
         for event in batch.events:
             if isinstance(event, BlocksRemoved):
-                # vLLM tells of each block apart: neighbours are looked at as one.
+                # vLLM tells of each removed block in an event of its own: neighbours are applied as one.
                 self.counts.events += event.told
                 if removal is not None and not _alike(removal, event):
                     self._remove(removal, handles)
@@ -163,29 +152,32 @@ class Residency:
             self._apply(event)
         if removal is not None:
             self._remove(removal, handles)
-        self._note_evictions()
-        self.forest.collect()
-        if self.forest.hits is not None:
-            self.forest.find_ends(self._groups.values(), self._credited, self.hit_unit, self._told)
-            self._told = []
+        self._idle.collect(self._trees)
+        self._published.collect()
         self._check_inflation()
 
-    def _note_evictions(self) -> None:
-        """Smooth the idle age of what was evicted; a block that is dropped at once was never in the cache's order."""
-        idle = self.forest.take_idle_s()
-        if idle:
-            age = sum(idle) / len(idle)
-            known = self.eviction_age_s
-            self.eviction_age_s = age if known == inf else known + EVICTION_WEIGHT * (age - known)
+    def end_request(self, chain: TokenChain) -> None:
+        """Make the last block of a prompt an anchor while it is here, if the whole prompt is matchable. O(trees)."""
+        for tree in self._trees:
+            tree.end_request(chain)
+
+    def use(self, chain: TokenChain, depth: int, now: float) -> None:
+        """Note that a prompt is served from its first `depth` blocks here, at `now` in seconds. O(edges)."""
+        key = chain.key(depth)
+        self._idle.tick(self._trees, now)
+        for tree in self._trees:
+            tree.use(key)
+
+    # --- events --------------------------------------------------------------------------------------------
 
     def _apply(self, event: EngineEvent) -> None:
         counts = self.counts
         counts.events += 1
         if isinstance(event, BlocksStored):
             if event.confirmed:
-                self._confirm(event)
+                self._stores.report(event)
             else:
-                self._store(event)
+                self._stores.store(event)
         elif isinstance(event, BlocksCleared):
             counts.clears += 1
             self._clear(event.tier)
@@ -198,127 +190,8 @@ class Residency:
         elif isinstance(event, UnknownEvent):
             counts.unknown_events += 1
 
-    def _store(self, event: BlocksStored) -> None:
-        group = self._group(event.group, event.group_kind)
-        handles = list(event.handles)
-        self.counts.stored += len(handles)
-        data = self._content(event)
-        if event.tier == GPU and event.block_size > 0:
-            # A partial block is smaller, and what another tier keeps as one may be several blocks.
-            group.block_size = max(group.block_size, event.block_size)
-        if group.window is not None:
-            group.window.size(event.window, group.block_size, group.runs)
-            group.window.tell(event.parent, event.handles, len(event.tokens))
-        elif self.forest.hits is not None:
-            self._told += handles
-        if data is None or group.reblocker is None:
-            group.forget_lost(handles)
-            self._store_untold(group, handles, event.tier, data is None)
-            return
-        run = Run(handles, self._epoch)
-        if group.enter(run):
-            root = self._root(group, event)
-            if root is not None:
-                self._store_new(group, event, run, data, root)
-                return
-            group.leave(run)
-        group.forget_lost(handles)
-        self._store_mixed(group, event, handles, data, self._root(group, event))
-
-    def _root(self, group: Group, event: BlocksStored) -> int | None:
-        """Key of the root above an event's blocks, None while the path is unknown."""
-        if event.parent is None:
-            return self._domain.root_key(event.namespace)
-        group.forget_lost([event.parent])
-        parent = group.runs.get(event.parent)
-        return parent.root if parent is not None else None
-
-    def _store_untold(self, group: Group, handles: list[Handle], tier: str, hash_only: bool) -> None:
-        """Count blocks whose tokens were not told, or do not matter."""
-        for i, j, known in group.stretches(handles):
-            run = known or Run(handles[i:j], self._epoch)
-            if hash_only and not run.known:
-                self.counts.hash_only += j - i
-            self._hold(group, run, tier)
-            if known is None:
-                group.keep(run)
-                group.adopt(handles[i:j])
-            else:
-                group.heal(run)
-
-    def _store_new(self, group: Group, event: BlocksStored, run: Run, data: bytes, root: int) -> None:
-        """The common case: the path is known, and `run` has entered, so that every handle is new."""
-        assert group.reblocker is not None
-        handles = run.handles
-        run.fill(event.block_size, data, _items(event, 0, len(handles)))
-        parent = group.ending(event.parent) if event.parent is not None else None
-        if parent is not None:
-            run.link(parent)
-        self._hold(group, run, event.tier)
-        group.reblocker.resolve(run, root)
-        if parent is not None and run.continues(parent):
-            group.join(parent, run)
-        group.adopt(handles)
-
-    def _store_mixed(
-        self, group: Group, event: BlocksStored, handles: list[Handle], data: bytes, root: int | None
-    ) -> None:
-        """Some handles are known, or come twice, or the path is not known: stretch by stretch."""
-        assert group.reblocker is not None
-        learnt: list[Handle] = []
-        for i, j, known in group.stretches(handles):
-            run = known or Run(handles[i:j], self._epoch)
-            if not run.known:
-                size = event.block_size * TOKEN_BYTES
-                run.fill(event.block_size, data[i * size : j * size], _items(event, i, j))
-                learnt.append(handles[i])
-                if root is None:
-                    self.counts.orphans += j - i
-                if known is None:
-                    group.keep(run)
-                wanted = handles[i - 1] if i else event.parent
-                if wanted is not None:
-                    group.place_below(run, wanted)
-            self._hold(group, run, event.tier)
-            if known is None:
-                group.adopt(handles[i:j])
-            else:
-                group.heal(run)
-        for handle in learnt:
-            run = group.runs[handle]
-            above = run.parent.root if run.parent is not None else root
-            if above is not None and run.wants is None:
-                group.reblocker.resolve(run, above)
-
-    def _confirm(self, event: BlocksStored) -> None:
-        """Take a report: blocks that are known are doubted no longer, runs of others are stored. Amortised O(blocks).
-
-        What a window or state group reports is left out: vLLM counts the blocks in that it has skipped there (0.32.0).
-        """
-        group = self._group(event.group, event.group_kind)
-        if group.reblocker is None or self._content(event) is None:
-            return
-
-        def held(handle: Handle) -> bool:
-            group.forget_lost([handle])
-            run = group.runs.get(handle)
-            return run is not None and event.tier in run.copies
-
-        for part in parts_of(event, held):
-            if isinstance(part, BlocksStored):
-                self.counts.confirmed += len(part.handles)
-                self._store(part)
-                continue
-            for i, j, run in group.stretches(list(part)):
-                assert run is not None, "a held handle has a run"
-                if run.epoch < self._epoch:
-                    run.epoch = self._epoch
-                    self._doubtful -= j - i
-                    self.counts.confirmed += j - i
-                group.heal(run)
-
     def _remove(self, event: BlocksRemoved, handles: list[Handle]) -> None:
-        """Drop a copy of each of the handles, as `event` says it of its own."""
+        """Drop a copy of each of the handles, from the tier and group of `event`."""
         group, tier = self._groups.get(event.group), event.tier
         i = 0
         while i < len(handles):
@@ -333,15 +206,15 @@ class Residency:
             held = run.copies[tier]
             gone = held if event.last_copy else 1
             if tier == GPU:
-                self._gpu_copies -= gone * (upper - lower)
+                self._live.gpu_copies -= gone * (upper - lower)
             if held > gone:
                 run = group.piece(run, lower, upper)
                 run.lose(tier, gone)
                 group.heal(run)
             elif lower and upper == len(run.handles) and run.kids is None and len(run.copies) == 1:
-                self._shorten(group, run, lower, tier)
+                self._live.shorten(group, run, lower, tier)
             else:
-                around = self._release(group, group.piece(run, lower, upper), tier)
+                around = self._live.release(group, group.piece(run, lower, upper), tier)
                 if around is not None:
                     group.heal(around)
 
@@ -357,105 +230,23 @@ class Residency:
                     group.reblocker.tree.clear()
                 continue
             for run in [run for run in runs if tier in run.copies]:
-                self._release(group, run, tier)
-        live = [run for group in self._groups.values() for run in group.each() if run.copies]
-        self._live = sum(len(run.handles) for run in live)
-        self._doubtful = sum(len(run.handles) for run in live if run.epoch < self._epoch)
+                self._live.release(group, run, tier)
+        self._live.count_anew(self._groups.values())
         if tier in (None, GPU):
-            self._gpu_copies = 0
-            self.partial = self.partial and self._doubtful > 0
+            self._live.gpu_copies = 0
+            self.partial = self.partial and self._live.doubtful > 0
 
     def _restart(self) -> None:
-        """Forget everything, the groups too: a new life may have other ones, with other blocks."""
+        """Forget everything, the groups too: another incarnation may have other groups, with other blocks."""
         self._clear(None)
-        self.forest.collect()
         self._groups.clear()
-        self.forest.drop()
-
-    # --- engine blocks -------------------------------------------------------------------------------------
-
-    def _group(self, number: int, kind: str) -> Group:
-        group = self._groups.get(number)
-        if group is None:
-            reblocker = window = None
-            if kind in FULL_ATTENTION_KINDS:
-                reblocker = Reblocker(self._spec, RadixTree(self._spec, self._credited))
-                self.forest.add(reblocker.tree)
-            elif kind not in APART_KINDS:
-                window = WindowGroup(kind)
-                if self.forest.hits is None:
-                    self.forest.end_anywhere(self._spec.block_tokens)
-            group = self._groups[number] = Group(reblocker, window)
-        return group
-
-    def _content(self, event: BlocksStored) -> bytes | None:
-        """The event's packed tokens, or None when its blocks cannot be mapped to tokens (rule 3)."""
-        if not event.mappable or event.block_size <= 0 or not event.handles:
-            return None
-        if len(event.tokens) != len(event.handles) * event.block_size:
-            return None
-        try:
-            return pack_tokens(event.tokens)
-        except UsageError:
-            self.counts.unknown_events += 1
-            return None
-
-    def _hold(self, group: Group, run: Run, tier: str) -> None:
-        """Count one more copy in `tier` of each of the run's blocks."""
-        n = len(run.handles)
-        if not run.copies:
-            self._live += n
-        elif run.epoch < self._epoch:
-            self._doubtful -= n
-        run.epoch = self._epoch
-        if tier == GPU:
-            self._gpu_copies += n
-        if run.gain(tier):
-            if group.reblocker is not None:
-                group.reblocker.hold(run, tier)
-            elif group.window is not None:
-                group.window.touch(run.handles)
-
-    def _release(self, group: Group, run: Run, tier: str) -> Run | None:
-        """Drop the last copies in `tier`, and the run with them if no other tier has any; return what could heal."""
-        last = len(run.copies) == 1
-        if last and run.kids is not None and run.tokens is None and run.known and len(run.handles) > 1:
-            # Rule 3 of `group`: from now on each of them may be lost apart.
-            for block in group.singles(run):
-                self._release(group, block, tier)
-            return None
-        if group.reblocker is not None:
-            group.reblocker.release(run, tier)
-        elif group.window is not None:
-            group.window.touch(run.handles)
-        run.lose(tier, run.copies[tier])
-        if not last:
-            return run
-        self._forget_live(run, len(run.handles))
-        return group.drop(run)
-
-    def _shorten(self, group: Group, run: Run, at: int, tier: str) -> None:
-        """Forget the blocks from block `at` on: `tier` has their last copies, and nothing is below."""
-        runs, gone = group.runs, run.handles[at:]
-        if group.reblocker is not None:
-            group.reblocker.shorten(run, at, tier)
-        elif group.window is not None:
-            group.window.touch(gone)
-        del run.handles[at:]
-        for handle in gone:
-            del runs[handle]
-        self._forget_live(run, len(gone))
-
-    def _forget_live(self, run: Run, n: int) -> None:
-        self._live -= n
-        if run.epoch < self._epoch:
-            self._doubtful -= n
-
-    # --- doubt ---------------------------------------------------------------------------------------------
+        before, self._stores.hits = self._published, None
+        self._trees = [self._new_tree()]
+        self._held = self._published = self._trees[0]
+        self._published.replace(before)
 
     def _doubt(self) -> None:
-        self._epoch += 1
-        self._doubtful = self._live
+        self._live.doubt()
         self.partial = True
 
     def _check_inflation(self) -> None:
@@ -465,70 +256,64 @@ class Residency:
             return
         # A copy takes one of the engine's blocks, whatever its group; the smallest size never finds too many.
         block = min((group.block_size for group in self._groups.values() if group.block_size), default=0)
-        if self._gpu_copies * block <= self.capacity_tokens:
+        if self._live.gpu_copies * block <= self.capacity_tokens:
             self._inflated = False
         elif not self._inflated:
             self._inflated = True
             self.counts.inflated += 1
             self._doubt()
 
+    # --- groups --------------------------------------------------------------------------------------------
+
+    def _group(self, number: int, kind: str) -> Group:
+        group = self._groups.get(number)
+        if group is None:
+            reblocker = window = None
+            if kind in FULL_ATTENTION_KINDS:
+                reblocker = Reblocker(self._spec, self._add_tree())
+            elif kind not in APART_KINDS:
+                window = WindowGroup(kind)
+                self._become_hybrid()
+            group = self._groups[number] = Group(reblocker, window)
+        return group
+
+    def _new_tree(self) -> RadixTree:
+        tree = RadixTree(self._spec, self._credited)
+        tree.now = self._idle.now
+        return tree
+
+    def _add_tree(self) -> RadixTree:
+        """The tree for one more full-attention group: the first one, or a new one in a forest with the others."""
+        if all(group.reblocker is None for group in self._groups.values()):
+            return self._trees[0]
+        self._trees.append(self._new_tree())
+        self._held = Forest(self._trees, self._held)
+        if self._stores.hits is None:
+            self._published = self._held
+        else:
+            self._stores.hits.held = self._held
+        return self._trees[-1]
+
+    def _become_hybrid(self) -> None:
+        """From the first window or state group on, publish only where hits end."""
+        if self._stores.hits is None:
+            hits = HybridHits(self._held, self._groups, self._credited, self._spec.block_tokens)
+            self._published = self._stores.hits = hits
+
     def _check(self) -> None:
-        """Assert every invariant, the trees' included. O(blocks)."""
-        live = doubtful = 0
+        """Assert every invariant. O(blocks)."""
         for group in self._groups.values():
             group._check()
-            for run in group.each():
-                live += len(run.handles) if run.copies else 0
-                doubtful += len(run.handles) if run.copies and run.epoch < self._epoch else 0
-        assert (live, doubtful) == (self._live, self._doubtful)
-        self.forest._check()
-        if self.forest.hits is not None:
-            self.forest.hits._check(list(self._groups.values()), self._credited)
+        self._live._check(self._groups.values())
+        for tree in self._trees:
+            tree._check()
+        if len(self._trees) > 1:
+            self._held._check()
+        if self._stores.hits is not None:
+            self._stores.hits._check()
+        assert self._published is (self._stores.hits or self._held)
 
 
 def _alike(one: BlocksRemoved, other: BlocksRemoved) -> bool:
     """Whether two removals differ in their handles alone."""
     return (one.tier, one.group, one.last_copy) == (other.tier, other.group, other.last_copy)
-
-
-def _items(event: BlocksStored, lower: int, upper: int) -> tuple[ContentSpan, ...]:
-    """The items that start in blocks `lower` to `upper` - 1 of an event, by their place in them."""
-    if not event.contents:
-        return ()
-    first, end = lower * event.block_size, upper * event.block_size
-    return tuple(
-        ContentSpan(item.content_id, item.start - first) for item in event.contents if first <= item.start < end
-    )
-
-
-@dataclass(slots=True)
-class StreamCounts:
-    """What a stream has brought so far, in blocks unless the name says otherwise.
-
-    `orphans` came before their parent; `hash_only` came without usable tokens; `inflated` counts the times that more
-    copies were live than the engine has blocks, which proves lost removals. `confirmed` were doubtful or not known when
-    the engine reported them.
-    """
-
-    batches: int = 0
-    events: int = 0
-    stored: int = 0
-    removed: int = 0
-    clears: int = 0
-    unknown_events: int = 0
-    unknown_removals: int = 0
-    hash_only: int = 0
-    orphans: int = 0
-    gaps: int = 0
-    restarts: int = 0
-    inflated: int = 0
-    confirmed: int = 0
-
-
-class Live(NamedTuple):
-    """Live blocks of one (tier, group): distinct handles, and physical copies."""
-
-    tier: str
-    group: int
-    handles: int
-    copies: int

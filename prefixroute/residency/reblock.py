@@ -1,17 +1,17 @@
 """Engine blocks of any size, mapped onto the canonical blocks of a radix tree.
 
-A `Run` is consecutive engine blocks: tokens `start` to `end` of a path. A canonical block is *vouched for* in a tier by
-the run that holds its last token, when that run and the ones above it, back to the block's first token, all have a
-copy in the tier. So of the blocks that end in a run only the first may depend on another run: all others are counted
-at once.
+A `Run` is consecutive engine blocks: tokens `start` to `end` - 1 of a path. A canonical block is *vouched for* in a
+tier by the run that holds its last token, when that run and the ones above it, back to the block's first token, all
+have a copy in the tier. So of the blocks that end in a run only the first may depend on another run: all others are
+counted at once.
 
 Rules:
 1. A run vouches once per tier, however many copies it has: copies are counted in the run.
-2. Runs whose engine blocks begin and end on canonical boundaries vouch alone, and give their tokens to the tree.
-   Others (pages smaller than a block, sizes that do not divide) keep their tokens, and vouch together.
-3. A run whose path to the root is unknown is unresolved and vouches for nothing; resolving it resolves its kids. So is
-   one that the tree cannot take. Nothing below an unresolved run is resolved.
-4. `key` is the key at depth end // block, so a run that ends no block carries its parent's.
+2. Runs whose engine blocks begin and end on canonical boundaries vouch alone, and leave their tokens to the tree.
+   Other runs (pages smaller than a block, sizes that do not divide) keep their tokens and vouch together.
+3. A run whose path to the root is not known is *unresolved* and vouches for nothing. A run that the tree cannot take is
+   unresolved too, and so is everything below an unresolved run. Resolving a run resolves what hangs below it.
+4. `key` is the key at depth end // block. A run in which no canonical block ends has the key of its parent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Reblocker:
         self.tree = tree
 
     def resolve(self, run: Run, root: int) -> None:
-        """Fix where `run` and all below it lie, and vouch for what they hold. O(blocks resolved)."""
+        """Give `run` and all below it their places, and vouch for what they hold. O(blocks resolved)."""
         stack = [run]
         while stack:
             run = stack.pop()
@@ -49,7 +49,7 @@ class Reblocker:
                 stack.extend(run.each_kid())
 
     def hold(self, run: Run, tier: str) -> None:
-        """Vouch in `tier`, in which `run` just got its first copy."""
+        """Vouch in `tier`, in which `run` has just gained its first copy. O(blocks)."""
         if run.root is None:
             return
         n = self._own(run, run.start, tier)
@@ -64,7 +64,7 @@ class Reblocker:
                     self._add(kid, depth, 1, tier)
 
     def release(self, run: Run, tier: str) -> None:
-        """Take back what `run` vouches for in `tier`; call it while the copy still counts."""
+        """Take back what `run` vouches for in `tier`. Call it before the copy is dropped. O(blocks)."""
         if run.root is None:
             return
         self._take_back(run, run.start, tier)
@@ -76,7 +76,7 @@ class Reblocker:
                     self.tree.remove(self._up(kid, kid.key, depth), depth, 1, tier)
 
     def shorten(self, run: Run, at: int, tier: str) -> None:
-        """Take back what the blocks from block `at` on vouch for in `tier`, the only one, and forget their content."""
+        """Take back what the blocks from block `at` on vouch for in `tier`, their only one, and forget their tokens."""
         if not run.known:
             return
         if run.root is not None:
@@ -86,7 +86,7 @@ class Reblocker:
         run.trim(at)
 
     def unresolve(self, run: Run) -> None:
-        """Forget where `run` and all below it lie; the tree holds nothing of them. O(runs)."""
+        """Forget the places of `run` and all below it, of which the tree holds nothing. O(runs)."""
         stack = [run]
         while stack:
             run = stack.pop()
@@ -95,21 +95,21 @@ class Reblocker:
                 stack.extend(run.each_kid())
 
     def lost(self, run: Run) -> bool:
-        """Whether the tree alone had the run's tokens, and dropped them with the last copy."""
+        """Whether only the tree had the run's tokens and has dropped them with the last copy."""
         return run.known and run.tokens is None and not self._placed(run)
 
     def ends_block(self, run: Run) -> bool:
-        """Whether the last token of some canonical block is the run's."""
+        """Whether a canonical block ends in the run."""
         return run.end // self._size > run.start // self._size
 
     def key_at(self, run: Run, at: int) -> int | None:
-        """Key at the end of block `at` - 1 of a run, None if the tree has not placed the run."""
+        """Return the key at the end of block `at` - 1 of a run, None if the tree does not have the run."""
         if run.root is None or run.key is None or not self._placed(run):
             return None
         return self._up(run, run.key, (run.start + at * run.unit) // self._size)
 
     def check(self, run: Run) -> None:
-        """Assert that the tree has what the run vouches for."""
+        """Assert that the tree has what the run vouches for. O(runs above)."""
         if run.root is not None:
             assert self._placed(run) or not any(self._own(run, run.start, tier) for tier in run.copies)
 
@@ -119,7 +119,7 @@ class Reblocker:
         return self.tree.has(run.key, run.end // self._size)
 
     def _own(self, run: Run, since: int, tier: str) -> int:
-        """How many canonical blocks that end in the run behind token `since` it vouches for: all, or all but one."""
+        """How many of the canonical blocks that end in the run after token `since` it vouches for: all, or one less."""
         first = since // self._size
         n = run.end // self._size - first
         if n and first * self._size < run.start and not _vouched(run, first * self._size, tier):
@@ -127,7 +127,7 @@ class Reblocker:
         return n
 
     def _add(self, run: Run, depth: int, n: int, tier: str) -> bool:
-        """Count the `n` blocks down to `depth`, which end in the run; False if the tree cannot take the run."""
+        """Count the `n` blocks down to `depth`, which end in the run; return whether the tree could take the run."""
         key, counted = self._ensure(run, n if depth == run.end // self._size else 0, tier)
         if key is None:
             self.unresolve(run)
@@ -143,7 +143,7 @@ class Reblocker:
                 self.tree.remove(run.key, run.end // self._size, n, tier)
 
     def _finishing(self, run: Run) -> list[Run]:
-        """The resolved runs below that hold the last token of the canonical block which `run` leaves open."""
+        """The resolved runs below that hold the last token of the canonical block in which `run` ends."""
         end = run.end // self._size * self._size + self._size
         found = []
         stack = list(run.each_kid())
@@ -163,9 +163,9 @@ class Reblocker:
         return self.tree.up(key, last, last - depth) if depth < last else key
 
     def _ensure(self, run: Run, n: int, tier: str) -> tuple[int | None, bool]:
-        """Make the path to the run if the tree lacks it; return its key, None if tokens of it are not known.
+        """Make the path to the run in the tree; return the run's key, None if tokens of the path are not known.
 
-        If what is made are the last `n` blocks, they are counted in `tier` in the same pass; also return whether.
+        If just the last `n` blocks had to be made, they are counted in `tier` as well. Also return whether they were.
         """
         tree, size = self.tree, self._size
         if self._placed(run):
@@ -199,7 +199,7 @@ class Reblocker:
 
 
 def _vouched(run: Run, start: int, tier: str) -> bool:
-    """Whether `run` and those above it, back to token `start`, all have a copy in `tier`."""
+    """Whether `run` and the runs above it, back to token `start`, all have a copy in `tier`."""
     at: Run | None = run
     while at is not None and tier in at.copies:
         if at.start <= start:
@@ -224,7 +224,7 @@ def _tokens(run: Run, start: int, end: int) -> bytes | None:
 
 
 def _contents(run: Run, start: int) -> list[ContentSpan]:
-    """Content items that start at or after token `start` of the path, by their place on the path."""
+    """Content items of the path that start at token `start` or later, by their place on the path."""
     found: list[ContentSpan] = []
     at: Run | None = run
     while at is not None and at.end > start:

@@ -1,11 +1,11 @@
-"""A run of engine blocks: what changes as one is one object.
+"""A run of engine blocks: blocks that change together are one object.
 
 Rules:
 1. A `Run` is consecutive engine blocks of one path that have equal copies in every tier and were told in one epoch.
-   A prompt that nothing has forked from is one run, however small the engine's pages are.
+   A prompt from which no other forks is one run, however small the engine's pages are.
 2. What hangs below a run hangs below its last block.
-3. Blocks whose content was never told are no path: cut, they are not linked.
-4. `copies` is never written: runs share it, and most have one copy in one tier.
+3. Runs without tokens have no path: their halves are not linked when they are cut.
+4. `copies` is never written to, since runs share it: most have one copy in one tier.
 
 Memory: about 220 bytes, 8 for each block, and the tokens again, 4 bytes each, where the engine's block is no multiple
 of the canonical one.
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from ..events import CPU, DISK, GPU, ContentSpan, Handle
+from ..events import CPU, DISK, GPU, ContentSpan, Handle, items_within
 from ..keys.chain import TOKEN_BYTES
 
 NO_COPIES: Final[Mapping[str, int]] = {}
@@ -24,7 +24,12 @@ _ONE: Final[Mapping[str, Mapping[str, int]]] = {tier: {tier: 1} for tier in (GPU
 
 
 class Run:
-    """Consecutive engine blocks of `unit` tokens each, how many copies of each a tier holds, and where they lie."""
+    """Consecutive engine blocks of `unit` tokens each: their copies by tier, and their place on a path.
+
+    The run covers tokens `start` to `end` - 1 of the path, counted from its root once the root is known. `tokens` are
+    packed, None once the tree has them; `contents` are the items that start in the run, by their place in it. `key` is
+    the key of the last canonical block that ends in the run or above it.
+    """
 
     __slots__ = (
         "contents",
@@ -48,10 +53,10 @@ class Run:
         self.copies = NO_COPIES
         self.parent: Run | None = None
         self.wants: Handle | None = None
-        """The parent's handle, while no run has it."""
+        """Handle of the block before the first one, while no run has that block."""
         self.kids: Run | dict[Handle, Run] | None = None
         self.root: int | None = None
-        """Key of the namespace's root, once the path is known."""
+        """Key of the namespace's root; None while the path is not known."""
         self.unit = 0
         self.start = 0
         self.end = 0
@@ -61,11 +66,11 @@ class Run:
 
     @property
     def known(self) -> bool:
-        """Whether the blocks' content was ever told."""
+        """Whether the blocks' tokens were ever told."""
         return self.unit > 0
 
     def fill(self, unit: int, tokens: bytes, contents: tuple[ContentSpan, ...]) -> None:
-        """Take what was told: packed tokens of all blocks, and the items that start in them, by place in the run."""
+        """Take the packed tokens of all blocks, and the items that start in them, by their place in the run."""
         self.unit = unit
         self.start, self.end = 0, unit * len(self.handles)
         self.tokens = bytearray(tokens)
@@ -81,7 +86,7 @@ class Run:
         return not copies
 
     def lose(self, tier: str, n: int) -> None:
-        """Count `n` copies less in `tier`, which has so many."""
+        """Count `n` copies fewer of each block in `tier`, which has at least so many."""
         if len(self.copies) == 1 and self.copies[tier] == n:
             self.copies = NO_COPIES
             return
@@ -94,7 +99,7 @@ class Run:
     # --- links ---------------------------------------------------------------------------------------------
 
     def link(self, parent: Run) -> None:
-        """Become a kid of `parent`. A lone kid is held without a dict, which saves 180 bytes a run of a chain."""
+        """Become a kid of `parent`. An only kid is held without a dict, which saves 180 bytes a run of a chain."""
         self.parent, self.wants = parent, None
         if parent.kids is None:
             parent.kids = self
@@ -126,34 +131,29 @@ class Run:
     # --- cutting and joining -------------------------------------------------------------------------------
 
     def trim(self, at: int) -> tuple[bytearray | None, tuple[ContentSpan, ...]]:
-        """Drop the blocks from block `at` on, but for their handles; return their tokens and items."""
-        size = at * self.unit
+        """Drop the tokens and items of the blocks from block `at` on, not their handles; return both."""
+        size, all_tokens = at * self.unit, self.end - self.start
         self.end = self.start + size
-        tokens, contents = None, self.contents
+        tokens, contents = None, items_within(self.contents, size, all_tokens)
+        self.contents = items_within(self.contents, 0, size)
         if self.tokens is not None:
             tokens = self.tokens[size * TOKEN_BYTES :]
             del self.tokens[size * TOKEN_BYTES :]
-        if contents:
-            self.contents = tuple(item for item in contents if item.start < size)
-            contents = tuple(ContentSpan(item.content_id, item.start - size) for item in contents if item.start >= size)
         return tokens, contents
 
     def behead(self, upper: Run, at: int) -> None:
-        """Give the first `at` blocks to `upper`, but for their handles."""
-        size = at * self.unit
+        """Give the tokens and items of the first `at` blocks, not their handles, to `upper`."""
+        size, all_tokens = at * self.unit, self.end - self.start
         upper.start, upper.end = self.start, self.start + size
         self.start = upper.end
         if self.tokens is not None:
             upper.tokens = self.tokens[: size * TOKEN_BYTES]
             del self.tokens[: size * TOKEN_BYTES]
-        if self.contents:
-            upper.contents = tuple(item for item in self.contents if item.start < size)
-            self.contents = tuple(
-                ContentSpan(item.content_id, item.start - size) for item in self.contents if item.start >= size
-            )
+        upper.contents = items_within(self.contents, 0, size)
+        self.contents = items_within(self.contents, size, all_tokens)
 
     def continues(self, parent: Run) -> bool:
-        """Whether the run, which is below `parent`, could be one with it."""
+        """Whether the run and the `parent` that it hangs below can become one run."""
         return (
             parent.kids is self
             and self.root is not None
@@ -166,7 +166,7 @@ class Run:
         )
 
     def extend(self, kid: Run) -> None:
-        """Take over the blocks of a kid that continues this run, and what is below it; but not its key."""
+        """Take over the blocks of a kid that continues this run, and what hangs below the kid; not the kid's key."""
         if self.tokens is not None and kid.tokens is not None:
             self.tokens += kid.tokens
         if kid.contents:
@@ -178,7 +178,7 @@ class Run:
             below.parent = self
 
     def precede(self, parent: Run) -> None:
-        """Take over the blocks of the parent that this run continues, but not its key and place."""
+        """Take over the blocks of the parent that this run continues; not the parent's key and place."""
         if self.tokens is not None and parent.tokens is not None:
             self.tokens[:0] = parent.tokens
         if self.contents or parent.contents:
@@ -187,5 +187,5 @@ class Run:
         self.start = parent.start
 
     def shifted(self, size: int) -> tuple[ContentSpan, ...]:
-        """Return the items as they lie when `size` tokens come before the run."""
+        """Return the run's items by their place when `size` tokens come before the run."""
         return tuple(ContentSpan(item.content_id, item.start + size) for item in self.contents)

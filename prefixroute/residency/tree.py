@@ -1,19 +1,18 @@
 """The exact radix tree of one endpoint's cache: path-compressed, over canonical blocks.
 
 Rules:
-1. A block is *held* in a tier while its count there is above 0. Counts, because several engine blocks can vouch
-   for one canonical block (an engine block of 128 tokens that forks late shares its first canonical blocks).
-2. A block is *matchable* when it and all its ancestors are held in a credited tier. Matchable blocks are closed
-   under prefixes: in every edge they are a leading run, whose length is `reach`. They are what is published.
-3. A block stays in the tree while it is held or has a descendant; otherwise it is pruned at once, and an edge left
-   with one child is merged with it. So the tree never holds more than the engine's blocks and the gaps below them.
-4. Splits and merges re-point the shorter side only: O(min of both) blocks.
-5. A matchable block is an *anchor* of stride k when its depth is 1 or a multiple of k, when it is the last of its
-   edge's run, or when it ended a request's prompt. While anchors are watched, each block whose standing may have
-   changed, for whatever k, is *touched*: who follows them asks again about those alone.
+1. A block is *held* in a tier while its count there is above 0. Blocks are counted, because several engine blocks can
+   vouch for one canonical block (engine blocks of 128 tokens that fork late share their first canonical blocks).
+2. A block is *matchable* when it and all its ancestors are held in a credited tier. So the matchable blocks of an edge
+   are its first ones; their number is the edge's *reach*. Matchable blocks are what is published.
+3. A block stays in the tree while it is held or has a descendant; otherwise it is pruned at once, and an edge that is
+   left with one child is merged with it. So the tree holds the engine's blocks and the gaps above them, nothing else.
+4. Splits and merges point the blocks of the shorter side to another edge: O(min of both).
+5. A matchable block is an *anchor* of stride k when its depth is 1 or a multiple of k, when it is the last matchable
+   block of its edge, or when a request's prompt ended with it (see `published`).
 
 Memory: per block 64 bytes of tokens, 8 of key, 4 a tier of counts, and about 110 for the entry that finds a key's
-edge: 190 bytes in all; per edge about 600 more; per request end about 100; touched blocks 110 until they are taken.
+edge: 190 bytes in all; per edge about 600 more; per request end about 100; per touched block 110 until it is taken.
 """
 
 from __future__ import annotations
@@ -25,33 +24,31 @@ from itertools import repeat
 from ..errors import UsageError
 from ..events import CPU, GPU
 from ..keys.chain import STRIDE, ChainCursor, ChainSpec, TokenChain
-from ..keys.keyset import Delta
 from .edge import Edge
+from .published import Published
 
 
-class RadixTree:
-    """Which prefixes an endpoint holds, exactly, by tier.
+class RadixTree(Published):
+    """Which prefixes an endpoint holds, exactly, by tier; what it publishes are its matchable blocks.
 
-    A position is named by (key, depth). `credited` are the tiers that make a block matchable.
+    A block is named by (key, depth), the first one of a path having depth 1. `credited` are the tiers that make a block
+    matchable.
     """
 
     def __init__(self, spec: ChainSpec, credited: Sequence[str] = (GPU, CPU)) -> None:
+        super().__init__()
         self._spec = spec
         self._size = spec.block_bytes
         self._credited = tuple(credited)
         self._where: dict[int, Edge] = {}
         self._roots: dict[int, Edge] = {}
-        self._changes = Delta(set(), set())
         self._matchable = 0
         self._request_ends: dict[int, int] = {}
         """Key -> depth."""
-        self._touched: dict[int, int] | None = None
         self.now = 0.0
-        """The time at which what follows happens, in seconds: the caller sets it."""
+        """Seconds: the time at which the next calls happen. The caller sets it."""
         self.idle_s: list[float] = []
-        """How long what was removed had not been used; the caller empties it."""
-        self.collisions = 0
-        """Blocks refused because another block already had their 64-bit key (expected 1e-9 at 100k blocks)."""
+        """Seconds for which each removed block had not been used. The caller empties the list."""
 
     # --- reading -------------------------------------------------------------------------------------------
 
@@ -68,23 +65,9 @@ class RadixTree:
         return depth == 0 if edge.parent is None else 0 <= at < len(edge.keys) and edge.keys[at] == key
 
     @property
-    def matchable(self) -> int:
+    def n_keys(self) -> int:
         """Number of matchable blocks."""
         return self._matchable
-
-    def match(self, chain: TokenChain) -> int:
-        """Return how many leading blocks of `chain` are matchable, comparing tokens, not keys. O(depth) bytes."""
-        edge = self._roots.get(chain.root)
-        depth = 0
-        while edge is not None and depth < chain.depth:
-            edge = edge.children.get(chain.block(depth))
-            if edge is None:
-                break
-            run = self._common(edge, chain, depth)
-            depth += run
-            if run < len(edge.keys):
-                break
-        return depth
 
     def keys(self) -> Iterator[int]:
         """Yield the keys of all matchable blocks, parents before children."""
@@ -115,48 +98,18 @@ class RadixTree:
             return False
         return depth % anchor_stride == 0 or depth == 1 or at == edge.reach - 1 or key in self._request_ends
 
-    def ends(self) -> int:
-        """Return how many matchable blocks end an edge's run or a request: anchors of any stride. O(edges + ends)."""
-        runs = sum(1 for edge in self._edges() if edge.reach)
+    def n_fixed(self) -> int:
+        """Return how many matchable blocks are the last of their edge or of a request. O(edges + request ends)."""
+        fixed = sum(1 for edge in self._edges() if edge.reach)
         for key, depth in self._request_ends.items():
             edge = self._where[key]
-            runs += depth - edge.depth < edge.reach
-        return runs
-
-    def take_touched(self) -> dict[int, int]:
-        """Return and forget the blocks (key -> depth) that may have become, or ceased to be, anchors."""
-        touched = self._touched
-        if not touched:
-            return {}
-        self._touched = {}
-        return touched
-
-    def take_changes(self) -> Delta:
-        """Return and forget what became matchable, and what ceased to be, since the last call."""
-        changes, self._changes = self._changes, Delta(set(), set())
-        return changes
-
-    def watch_anchors(self, on: bool) -> None:
-        """Begin or cease to note touched blocks. What is there already is not touched by that."""
-        if not on:
-            self._touched = None
-        elif self._touched is None:
-            self._touched = {}
-
-    @property
-    def touched(self) -> int:
-        """Number of touched blocks that were not taken."""
-        return len(self._touched or ())
-
-    def touch_all(self) -> None:
-        """Touch every matchable block, if anchors are watched. O(blocks)."""
-        for edge in self._edges():
-            self._touch(edge, 0, edge.reach)
+            fixed += depth - edge.depth < edge.reach
+        return fixed
 
     # --- writing -------------------------------------------------------------------------------------------
 
     def plant(self, root_key: int) -> None:
-        """Make the root of a namespace, if it is not there."""
+        """Make the root of a namespace unless it is there. O(1)."""
         if root_key not in self._roots:
             root = Edge(None, 0)
             root.root_key = root_key
@@ -166,9 +119,10 @@ class RadixTree:
     def store(self, parent: int, depth: int, blocks: Sequence[bytes], tier: str | None) -> list[int]:
         """Put `blocks` below the block (parent, depth), counting one more of each in `tier`; return their keys.
 
-        With `tier` None the path is made and nothing counted: the caller counts a block below it next. Fewer keys
-        than blocks come back if a key collides with another block's. Raises `UsageError` for an unknown parent.
-        O(blocks), plus at most 31 blocks to resume the chain.
+        With `tier` None the path is made and nothing is counted: the caller must count a block below it next. If a
+        block's 64-bit key is another block's already (expected 1e-9 at 100k blocks), that block and those below it are
+        left out, and fewer keys than blocks are returned. Raises `UsageError` for an unknown parent. O(blocks), plus at
+        most 31 blocks to resume the chain.
         """
         edge = self._edge(parent)
         keys: list[int] = []
@@ -247,7 +201,7 @@ class RadixTree:
             self._touch(edge, at, at + 1)
 
     def use(self, key: int) -> None:
-        """Note that a prompt goes down to the block with this key. O(edges above it)."""
+        """Note that a prompt uses the path down to the block with this key. O(edges above it)."""
         edge = self._where.get(key)
         while edge is not None:
             edge.used_at = self.now
@@ -281,19 +235,6 @@ class RadixTree:
             yield edge
             stack.extend(edge.children.values())
 
-    def _common(self, edge: Edge, chain: TokenChain, depth: int) -> int:
-        """Length of the matchable run that `edge` shares with `chain` from `depth` on."""
-        limit = min(edge.reach, chain.depth - depth)
-        size = self._size
-        if not edge.extras and not chain.extras():
-            start = depth * size
-            if edge.data[: limit * size] == chain.packed[start : start + limit * size]:
-                return limit
-        for i in range(limit):
-            if edge.block(i, self._size) != chain.block(depth + i):
-                return i
-        return limit
-
     def _parts(self, key: int, depth: int, n: int) -> list[tuple[Edge, int, int]]:
         """The `n` blocks that end at (key, depth), as (edge, first, last + 1), deepest edge first."""
         edge = self._edge(key)
@@ -301,7 +242,7 @@ class RadixTree:
         parts = []
         while n > upper:
             if edge.parent is None or edge.parent.parent is None:
-                raise UsageError("the run reaches above the root")
+                raise UsageError("the blocks reach above the root")
             if upper:
                 parts.append((edge, 0, upper))
             n -= upper
@@ -333,7 +274,6 @@ class RadixTree:
         fresh = cursor.extend(blocks)
         wanted, made = len(fresh), self._enter(fresh, leaf)
         if made < wanted:
-            self.collisions += 1
             blocks, fresh = blocks[:made], fresh[:made]
         if not made:
             self._prune(edge)
@@ -360,7 +300,7 @@ class RadixTree:
         keys += fresh
 
     def _enter(self, fresh: list[int], leaf: Edge) -> int:
-        """Let the keys of new blocks be found, up to the first one that another block has; return how many."""
+        """Register the keys of new blocks, up to the first key that another block has; return how many."""
         where, known = self._where, len(self._where)
         found = list(map(where.setdefault, fresh, repeat(leaf)))
         if len(where) - known == len(fresh):
@@ -377,7 +317,7 @@ class RadixTree:
         return made
 
     def _count(self, edge: Edge, lower: int, upper: int, tier: str, change: int) -> None:
-        """Count `change` of the edge's blocks from `lower` to `upper` - 1, and move the matchable run with it."""
+        """Add `change` to the counts of the edge's blocks `lower` to `upper` - 1, and move its reach accordingly."""
         lacks = edge.count(lower, upper, tier, change)
         if lacks is not None:
             raise UsageError(f"block {edge.keys[lacks]:#x} is not held in tier {tier!r}")
@@ -388,17 +328,17 @@ class RadixTree:
                 self._advance(edge)
         elif lower < edge.reach:
             reach = min(upper, edge.reach)
-            end = edge.run(lower, reach, self._credited)
-            if end < reach:
-                self._settle(edge, end)
+            still = edge.held_until(lower, reach, self._credited)
+            if still < reach:
+                self._settle(edge, still)
 
     def _advance(self, edge: Edge) -> None:
-        """Extend the matchable run of `edge`, and of its children when it becomes whole."""
+        """Extend the reach of `edge`, and of its children once all its blocks are matchable."""
         stack = [edge]
         while stack:
             edge = stack.pop()
             start = edge.reach
-            edge.reach = edge.run(start, len(edge.keys), self._credited)
+            edge.reach = edge.held_until(start, len(edge.keys), self._credited)
             self._changes.gain_all(edge.keys[start : edge.reach])
             self._matchable += edge.reach - start
             self._touch(edge, start - 1, edge.reach)
@@ -406,7 +346,7 @@ class RadixTree:
                 stack.extend(edge.children.values())
 
     def _settle(self, edge: Edge, reach: int) -> None:
-        """Shorten the matchable run of `edge` to `reach` blocks, and end those below it."""
+        """Shorten the reach of `edge` to `reach` blocks, and that of the edges below it to none."""
         stack = [(edge, reach)]
         while stack:
             edge, reach = stack.pop()
@@ -417,7 +357,7 @@ class RadixTree:
             stack.extend((child, 0) for child in edge.children.values() if child.reach)
 
     def _touch(self, edge: Edge, start: int, stop: int) -> None:
-        """Touch the blocks from `start`, or from the first if that is below 0, to `stop` - 1 of an edge, if watched."""
+        """While anchors are watched, touch blocks `start` (0 if that is negative) to `stop` - 1 of an edge."""
         if self._touched is not None:
             start = max(start, 0)
             depths = range(edge.depth + start + 1, edge.depth + stop + 1)
@@ -434,7 +374,7 @@ class RadixTree:
         return upper
 
     def _prune(self, edge: Edge) -> None:
-        """Drop trailing blocks that nothing holds, from `edge` upwards; merge what is left with an only child."""
+        """Drop the last blocks that no tier holds, from `edge` upwards; merge what is left with an only child."""
         size, where = self._size, self._where
         while edge.parent is not None:
             if edge.children:
@@ -484,9 +424,9 @@ class RadixTree:
             assert len(edge.children) != 1, "an only child is merged"
             assert edge.children or any(c[n - 1] for c in edge.counts.values()), "an unheld tail is pruned"
             held = [edge.held(i, self._credited) for i in range(n)]
-            run = (held.index(False) if False in held else n) if edge.reachable() else 0
-            assert edge.reach == run, (edge.reach, run)
-            matchable += run
+            reach = (held.index(False) if False in held else n) if edge.reachable() else 0
+            assert edge.reach == reach, (edge.reach, reach)
+            matchable += reach
             parent_key = edge.parent.keys[-1] if edge.parent.keys else edge.root()
             cursor = self._cursor(parent_key, edge.depth)
             for i in range(n):

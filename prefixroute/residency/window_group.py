@@ -1,19 +1,21 @@
 """One window or state group of a hybrid model: behind which of its blocks a hit could end, as far as it is concerned.
 
-A hit of length L needs, of a window of W tokens, the last ceil((W - 1) / block) blocks that end at L, or all if there
-are fewer; of a state (Mamba and the like) the one block that ends at L (vLLM 0.32.0, `find_longest_cache_hit`).
+For a hit of length L a window of W tokens needs the last ceil((W - 1) / block) blocks that end at L, or all if there
+are fewer; a state group (Mamba and the like) needs the one block that ends at L (vLLM 0.32.0,
+`find_longest_cache_hit`).
 
 Rules:
-1. A block's handle is that of the full-attention block that ends at the same token, whatever the sizes of both: so it
-   is known where it lies, and below which other one, once the full-attention group has told (`hybrid_hits`). A
-   handle's place never changes.
-2. Each held block has a *run*: how many blocks up to it are held without a hole, counted no further than is needed.
-   What has no block above it has all that it needs.
-3. Where the group's blocks are smaller than full attention's, some have no such block. What is above them is told by
-   the stores (`tell`): of a store without holes it is the handle in front; of one with holes the same, as long as that
-   agrees with the places of those that have one, since an engine keeps stretches that end where a hit could.
-4. Of a group whose window is not known (no size told, chunked attention, a kind of tomorrow) all blocks are needed.
-   That may be more than the engine needs: such an endpoint is under-estimated, never over-estimated.
+1. A block has the handle of the full-attention block that ends at the same token, whatever the sizes of both. So its
+   place, and the block above it, are known once the full-attention group has told of that handle (`hybrid_hits`). The
+   place of a handle never changes.
+2. Of each held block it is counted how many blocks up to it, itself included, are held without a hole: its *unbroken*
+   number, counted no further than a hit needs. A block at the root has all that it needs.
+3. Where the group's blocks are smaller than full attention's, some have no full-attention block of the same end. Then
+   stores tell which block is above (`tell`). In a store that names all its blocks it is the handle in front. In one
+   that leaves blocks out it is the handle in front too, as long as that agrees with the blocks whose place is known:
+   an engine keeps unbroken stretches that end where a hit could.
+4. Where the window is not known (no size told, chunked attention, a kind yet to come) a hit needs all blocks. That may
+   be more than the engine needs, so such an endpoint is under-estimated, never over-estimated.
 
 Memory: about 450 bytes a held block.
 """
@@ -28,16 +30,17 @@ from ..events import Handle
 STATE_KINDS = frozenset({"mamba"})
 WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 APART_KINDS = frozenset({"encoder_only_attention", "cross_attention"})
-"""Groups that no prefix is looked up in."""
+"""Groups in which no prefix is looked up."""
 
 NOWHERE: Final = b""
-"""Stands for the block above one when it is not known; no engine has such a handle."""
+"""Stands for the block above when it is not known. No engine has such a handle."""
 
 
 class WindowGroup:
-    """The held and placed blocks of one group. Who follows it takes `touched` and `changed`, and empties them.
+    """The held and placed blocks of one group of this kind.
 
-    `touched` are handles that may have come or gone; `changed` are those of which `reaches` may say another thing.
+    `touched` are handles that may have been gained or lost; `changed` are those for which `reaches` may have another
+    answer. The follower (`HybridHits`) takes both and empties them.
     """
 
     __slots__ = (
@@ -47,9 +50,9 @@ class WindowGroup:
         "_kind",
         "_links",
         "_need",
-        "_runs",
         "_stores",
         "_tokens",
+        "_unbroken",
         "block_size",
         "changed",
         "touched",
@@ -62,33 +65,33 @@ class WindowGroup:
         self.block_size = 0
         self._need = 1
         self._grow = 1 if kind in STATE_KINDS else 0
-        """What a block adds to the run above it. 0: a run is whole from the root, or of no use."""
-        self._runs: dict[Handle, int] = {}
+        """What a block adds to the unbroken number of the one above; 0 if a hit needs all up to the root."""
+        self._unbroken: dict[Handle, int] = {}
         self._before: dict[Handle, Handle | None] = {}
         self._after: dict[Handle, set[Handle]] = {}
         self._links: dict[Handle, Handle | None] = {}
-        """Of held blocks that are smaller than full attention's: the one above, as far as stores told."""
+        """Block smaller than full attention's -> the one above, `NOWHERE` if stores did not tell which."""
         self._stores: list[tuple[Handle | None, tuple[Handle, ...], int]] = []
         self.touched: dict[Handle, None] = {}
         self.changed: dict[Handle, None] = {}
         self.unplaced: set[Handle] = set()
-        """Held blocks of which it is not known where they lie."""
+        """Held blocks whose place is not known."""
 
     def __contains__(self, handle: object) -> bool:
-        """Whether a block is held, and placed."""
-        return handle in self._runs
+        """Whether a block is held and placed."""
+        return handle in self._unbroken
 
     @property
     def alone(self) -> bool:
-        """Whether a block needs none above it: it is a state."""
+        """Whether a hit needs one block only: the group keeps states (Mamba)."""
         return self._kind in STATE_KINDS
 
     def reaches(self, handle: Handle) -> bool:
         """Whether a hit may end with this block. O(1)."""
-        return self._runs.get(handle) == self._need
+        return self._unbroken.get(handle) == self._need
 
     def before(self, handle: Handle) -> Handle | None:
-        """Return the block right above one that is held; None at the root, and if it is not known."""
+        """Return the block right above a held one; None at the root, or if that is not known."""
         return self._before.get(handle)
 
     def after(self, handle: Handle) -> Iterator[Handle]:
@@ -98,9 +101,9 @@ class WindowGroup:
     # --- writing -------------------------------------------------------------------------------------------
 
     def size(self, tokens: int, block_size: int, held: Iterable[Handle]) -> None:
-        """Take the window's and the block's size, 0 where it is not told.
+        """Take the sizes of the window and of a block, in tokens, 0 for one that is not told.
 
-        If either is another now, all blocks are forgotten and those that are `held` touched.
+        If either changes, all blocks are forgotten, and the `held` ones are touched.
         """
         tokens, block_size = tokens or self._tokens, block_size or self.block_size
         if (tokens, block_size) == (self._tokens, self.block_size):
@@ -112,15 +115,15 @@ class WindowGroup:
             self._need, self._grow = max(1, -(-(tokens - 1) // block_size)), 1
 
     def tell(self, parent: Handle | None, handles: tuple[Handle, ...], tokens: int) -> None:
-        """Take what a store said of the order of blocks: `handles` are all blocks of its tokens, or those kept."""
+        """Take the order of blocks from a store of that many tokens: `handles` are all its blocks, or those kept."""
         if handles and self.block_size and not self.alone:
             self._stores.append((parent, handles, tokens // self.block_size))
 
     def link(self, ratio: int, place: Callable[[Handle], int | None]) -> list[Handle]:
-        """Learn from the stores since the last time which block is above which; return those of which that is new.
+        """Learn from the stores since the last call which block is above which; return the blocks for which it is new.
 
-        `ratio` is how many blocks full attention's has; of 1 or less nothing is to be learnt. `place` gives the token
-        at which a block ends if full attention has one that ends there. O(blocks told).
+        `ratio` is how many of the group's blocks make one of full attention; up to 1 nothing has to be learnt. `place`
+        gives the token at which a block ends if a full-attention block ends there. O(blocks told).
         """
         stores, self._stores = self._stores, []
         fresh: list[Handle] = []
@@ -133,15 +136,15 @@ class WindowGroup:
         return fresh
 
     def linked(self, handle: Handle) -> bool:
-        """Whether a store told of a block's place among others."""
+        """Whether a store told which block is above, or that it left blocks out there."""
         return handle in self._links
 
     def above(self, handle: Handle) -> Handle | None:
-        """Return what stores told of the block above one: None at the root, `NOWHERE` if nothing."""
+        """Return the block above, as stores told it: None at the root, `NOWHERE` if they did not tell."""
         return self._links.get(handle, NOWHERE)
 
     def unlink(self, handle: Handle) -> None:
-        """Forget what stores told of a block that is held no longer."""
+        """Forget which block is above one that is no longer held."""
         self._links.pop(handle, None)
 
     def _above(
@@ -152,6 +155,7 @@ class WindowGroup:
         ratio: int,
         place: Callable[[Handle], int | None],
     ) -> list[Handle | None]:
+        """The block above each of a store's handles, by rule 3."""
         if len(handles) == blocks:
             return [parent, *handles[:-1]]
         above: list[Handle | None] = [NOWHERE] * len(handles)
@@ -168,13 +172,13 @@ class WindowGroup:
         return above
 
     def touch(self, handles: list[Handle]) -> None:
-        """Note that these may have come or gone. O(blocks)."""
+        """Note that these blocks may have been gained or lost. O(blocks)."""
         self.touched.update(dict.fromkeys(handles))
 
     def forget(self) -> None:
         """Forget all blocks. O(blocks)."""
-        self.changed.update(dict.fromkeys(self._runs))
-        self._runs.clear()
+        self.changed.update(dict.fromkeys(self._unbroken))
+        self._unbroken.clear()
         self._before.clear()
         self._after.clear()
         self._links.clear()
@@ -182,16 +186,16 @@ class WindowGroup:
         self.unplaced.clear()
 
     def hold(self, handle: Handle, before: Handle | None) -> None:
-        """Take a block that was not held, and the one above it; None at the root. Amortised O(blocks needed)."""
+        """Add a block and the one above it, None at the root. Amortised O(blocks that a hit needs)."""
         self._before[handle] = before
         if before is not None:
             self._after.setdefault(before, set()).add(handle)
-        self._runs[handle] = self._run(before)
+        self._unbroken[handle] = self._below(before)
         self.changed[handle] = None
         self._spread(handle)
 
     def drop(self, handle: Handle) -> None:
-        """Forget a block that was held. O(blocks needed)."""
+        """Remove a held block. O(blocks that a hit needs)."""
         before = self._before.pop(handle)
         if before is not None:
             after = self._after[before]
@@ -199,38 +203,38 @@ class WindowGroup:
             if not after:
                 del self._after[before]
             self.changed[before] = None
-        del self._runs[handle]
+        del self._unbroken[handle]
         self.changed[handle] = None
         self._spread(handle)
 
-    def _run(self, before: Handle | None) -> int:
-        """The run of a block that is held below `before`."""
-        return self._need if before is None else min(self._need, self._runs.get(before, 0) + self._grow)
+    def _below(self, before: Handle | None) -> int:
+        """The unbroken number of a block that is held right below `before`."""
+        return self._need if before is None else min(self._need, self._unbroken.get(before, 0) + self._grow)
 
     def _spread(self, handle: Handle) -> None:
-        """Bring the runs below a block up to date. It ends where a run stays as it was, or comes round in a circle."""
+        """Update the numbers of the blocks below one, until one stays as it was or is the block itself, in a circle."""
         stack = [handle]
         while stack:
             at = stack.pop()
             for kid in self._after.get(at, ()):
-                run = self._run(at)
-                if run != self._runs[kid] and kid != handle:
-                    self._runs[kid] = run
+                unbroken = self._below(at)
+                if unbroken != self._unbroken[kid] and kid != handle:
+                    self._unbroken[kid] = unbroken
                     self.changed[kid] = None
                     stack.append(kid)
 
     def _check(self) -> None:
         """Assert every invariant. O(blocks)."""
-        assert self._runs.keys() == self._before.keys()
-        assert not self.unplaced & self._runs.keys()
+        assert self._unbroken.keys() == self._before.keys()
+        assert not self.unplaced & self._unbroken.keys()
         links = {(before, handle) for handle, before in self._before.items() if before is not None}
         assert links == {(before, handle) for before, after in self._after.items() for handle in after}
         assert all(self._after.values())
-        for handle, run in self._runs.items():
-            assert run == self._run(self._before[handle]) or self._circles(handle)
+        for handle, unbroken in self._unbroken.items():
+            assert unbroken == self._below(self._before[handle]) or self._circles(handle)
 
     def _circles(self, handle: Handle) -> bool:
-        """Whether a block is said to be below blocks that are above themselves, as no real hashes are."""
+        """Whether the path above a block is told to lead back to itself, which real hashes never do."""
         seen: set[Handle] = set()
         at: Handle | None = handle
         while at is not None and at not in seen:

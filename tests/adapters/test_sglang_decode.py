@@ -13,6 +13,7 @@ import prefixroute_sglang
 import prefixroute_vllm
 import pytest
 import sglang_streams as recorded
+from matching import matched, trees_of
 from prefixroute_sglang import ENGINE, batch_of, decode_batch
 from sglang_streams import domain, prompt_of
 
@@ -108,8 +109,8 @@ def test_bigram_chains_are_never_estimated_high_by_more_than_a_page(size: int) -
                 prompt = [*path[:n], 5000, 5001]
                 chain = [tuple(pair) for pair in pairs(prompt)]
                 hit = max((end for end in range(size, len(chain) + 1, size) if tuple(chain[:end]) in held), default=0)
-                matched = residency.trees[0].match(prompt_of(("", ""), prompt, 16)) * 16 if residency.trees else 0
-                estimate = matched - matched % residency.hit_unit if residency.hit_unit else 0
+                reused = sum(16 * matched(tree, prompt_of(("", ""), prompt, 16)) for tree in trees_of(residency))
+                estimate = reused - reused % residency.hit_unit if residency.hit_unit else 0
                 assert estimate <= hit + size
                 # Low by no more than what any prompt loses to the coarser of the two units.
                 assert estimate > hit - max(16, size)

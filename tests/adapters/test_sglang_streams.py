@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import sglang_streams as recorded
+from matching import matched, trees_of
 from prefixroute_sglang import decode_batch
 from sglang_streams import domain, prompt_of
 
@@ -112,7 +113,7 @@ def assert_equal(residency: Residency, truth: PlainConsumer, size: int, rng: ran
             (("", "?"), tokens),
         ):
             depth = max((common(prompt, held) // size for space, held in paths if space == asked), default=0)
-            assert [tree.match(prompt_of(asked, prompt, size)) for tree in residency.trees] == [depth]
+            assert [matched(tree, prompt_of(asked, prompt, size)) for tree in trees_of(residency)] == [depth]
 
 
 def common(one: list[int], other: list[int]) -> int:

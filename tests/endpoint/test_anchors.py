@@ -18,6 +18,7 @@ from prefixroute.keys.keyset import Delta
 from prefixroute.keys.rice import encode_sorted
 from prefixroute.residency.forest import Forest
 from prefixroute.residency.mirror import Residency
+from prefixroute.residency.published import Published
 from prefixroute.residency.tree import RadixTree
 
 SPEC = ChainSpec(1, 3)
@@ -96,23 +97,12 @@ class Script:
         assert self.published[1] == {wire_key(k) for k in self.tree.keys()}  # noqa: SIM118 - a tree is no dict
 
 
-class Shown:
+class Shown(RadixTree):
     """A tree whose touched blocks were taken already."""
 
     def __init__(self, tree: RadixTree, touched: dict[int, int]) -> None:
-        self.tree, self.touched = tree, touched
-
-    def anchors(self, anchor_stride: int) -> Iterator[int]:
-        return self.tree.anchors(anchor_stride)
-
-    def is_anchor(self, key: int, depth: int, anchor_stride: int) -> bool:
-        return self.tree.is_anchor(key, depth, anchor_stride)
-
-    def watch_anchors(self, on: bool) -> None:
-        self.tree.watch_anchors(on)
-
-    def take_touched(self) -> dict[int, int]:
-        return self.touched
+        vars(self).update(vars(tree))
+        self._touched = touched
 
 
 @settings(derandomize=True, deadline=None, max_examples=150, database=None)
@@ -164,7 +154,7 @@ def test_request_that_is_not_wholly_held_leaves_no_end(path: str) -> None:
     anchors.rebuild(tree)
     tree.end_request(prompt(path))
     assert anchors.follow(tree) == NONE
-    assert tree.ends() == 1
+    assert tree.n_fixed() == 1
 
 
 def test_an_anchor_is_a_block_at_its_depth() -> None:
@@ -222,7 +212,7 @@ def test_change_of_stride_tells_what_differs() -> None:
     anchors._check(tree)
 
 
-@pytest.mark.parametrize("every", [0, 3, 64, -1])
+@pytest.mark.parametrize("anchor_stride", [0, 3, 64, -1])
 def test_stride_divides_32(anchor_stride: int) -> None:
     for wrong in (lambda: Anchors(anchor_stride), lambda: Anchors(1).set_stride(anchor_stride, RadixTree(SPEC))):
         with pytest.raises(UsageError, match="is one of"):
@@ -234,25 +224,32 @@ def test_stride_divides_32(anchor_stride: int) -> None:
 # --- wire keys that repeat ---------------------------------------------------------------------------------
 
 
-class Pile:
+class Pile(Published):
     """A source whose anchors are any keys at all."""
 
     def __init__(self) -> None:
-        self.keys: set[int] = set()
-        self.touched: dict[int, int] = {}
+        super().__init__()
+        self.held: set[int] = set()
+
+    @property
+    def n_keys(self) -> int:
+        return len(self.held)
+
+    def keys(self) -> Iterator[int]:
+        return iter(self.held)
 
     def anchors(self, anchor_stride: int) -> Iterator[int]:
-        return iter(self.keys)
+        return iter(self.held)
 
     def is_anchor(self, key: int, depth: int, anchor_stride: int) -> bool:
-        return key in self.keys
+        return key in self.held
 
-    def watch_anchors(self, on: bool) -> None:
-        assert on
+    def n_fixed(self) -> int:
+        return len(self.held)
 
-    def take_touched(self) -> dict[int, int]:
-        touched, self.touched = self.touched, {}
-        return touched
+    def touch(self, key: int) -> None:
+        assert self._touched is not None
+        self._touched[key] = 1
 
 
 def test_wire_key_goes_with_the_last_block_that_has_it() -> None:
@@ -264,49 +261,52 @@ def test_wire_key_goes_with_the_last_block_that_has_it() -> None:
     for _ in range(500):
         for _ in range(rng.randint(1, 4)):
             key = rng.randrange(6) << 16 | rng.randrange(5)
-            pile.touched[key] = 1
-            pile.keys ^= {key} if rng.random() < 0.8 else set()
+            pile.touch(key)
+            pile.held ^= {key} if rng.random() < 0.8 else set()
         changes = anchors.rebuild(pile) if rng.random() < 0.1 else anchors.follow(pile)
         assert not changes.added & published and changes.removed <= published
         published = published - changes.removed | changes.added
-        assert published == {wire_key(key) for key in pile.keys}
+        assert published == {wire_key(key) for key in pile.held}
         anchors._check(pile)
-        seen += len(pile.keys) > len(anchors)
+        seen += len(pile.held) > len(anchors)
     assert seen > 100
 
 
 # --- several trees -----------------------------------------------------------------------------------------
 
 
-def test_forest_of_one_tree_is_the_tree() -> None:
-    forest, tree = Forest(), RadixTree(SPEC)
-    forest.add(tree)
-    anchors = Anchors(4)
-    anchors.rebuild(forest)
-    store(tree, "abcdefghij")
-    forest.collect()
-    forest.end_request(prompt("abcdef"))
-    assert anchors.follow(forest) == Delta(wires("a", "abcd", "abcdef", "abcdefgh", "abcdefghij"), set())
-    assert (forest.ends(), forest.matchable) == (2, 10)
-    anchors._check(tree)
+class Trees:
+    """What several groups hold, as a residency keeps it."""
+
+    def __init__(self) -> None:
+        self.trees: list[RadixTree] = []
+        self.published: RadixTree | Forest = RadixTree(SPEC)
+
+    def add(self) -> None:
+        self.trees.append(RadixTree(SPEC) if self.trees else self.published)  # type: ignore[arg-type]
+        if len(self.trees) > 1:
+            self.published = Forest(self.trees, self.published)
+
+    def restart(self) -> None:
+        for tree in self.trees:
+            tree.clear()
+        self.trees, before, self.published = [], self.published, RadixTree(SPEC)
+        self.published.replace(before)
 
 
 @settings(derandomize=True, deadline=None, max_examples=150, database=None)
 @given(st.data())
 def test_anchors_of_several_groups_are_held_by_all_of_them(data: st.DataObject) -> None:
-    forest, anchors = Forest(), Anchors(data.draw(st.sampled_from(ANCHOR_STRIDES)))
-    anchors.rebuild(forest)
+    forest, anchors = Trees(), Anchors(data.draw(st.sampled_from(ANCHOR_STRIDES)))
+    anchors.rebuild(forest.published)
     held: list[list[str]] = []
     for _ in range(data.draw(st.integers(1, 30))):
         kind = data.draw(st.sampled_from(["tree", *["store"] * 4, "remove", "remove", "end", "restart"]))
         if kind == "tree" and len(held) < 3:
-            forest.add(RadixTree(SPEC))
+            forest.add()
             held.append([])
         elif kind == "restart" and data.draw(st.booleans()):
-            for tree in forest.trees:
-                tree.clear()
-            forest.collect()
-            forest.drop()
+            forest.restart()
             held.clear()
         elif held:
             at = data.draw(st.integers(0, len(held) - 1))
@@ -319,32 +319,35 @@ def test_anchors_of_several_groups_are_held_by_all_of_them(data: st.DataObject) 
                 path = mine.pop()
                 tree.remove(key(path), len(path), 1, "gpu")
             elif kind == "end":
-                forest.end_request(prompt(data.draw(st.sampled_from(["aa", "aaaabbb", "b"]))))
-        forest.collect()
-        anchors.follow(forest)
-        anchors._check(forest)
-        forest._check()
+                path = data.draw(st.sampled_from(["aa", "aaaabbb", "b"]))
+                for tree in forest.trees:
+                    tree.end_request(prompt(path))
+        forest.published.collect()
+        anchors.follow(forest.published)
+        anchors._check(forest.published)
+        forest.published._check()
         in_all = set.intersection(*({wire_key(key(path)) for path in set(mine)} for mine in held)) if held else set()
         assert set(anchors) <= in_all
-        assert anchors.anchor_stride > 1 or set(anchors) == {wire_key(k) for k in forest.keys()}  # noqa: SIM118 - a forest is no dict
+        assert anchors.anchor_stride > 1 or set(anchors) == {wire_key(k) for k in forest.published}
 
 
 def test_anchors_follow_an_engine_through_its_residency() -> None:
     domain = Domain("m", "t", 4)
     residency = Residency(domain)
     anchors = Anchors(8)
-    anchors.rebuild(residency.forest)
+    anchors.rebuild(residency.published())
     tokens = list(range(80))
     chain = TokenChain(ChainSpec(4, domain.mix), domain.root_key(DEFAULT_NAMESPACE), tokens)
     residency.apply(EngineBatch((BlocksStored(tuple(range(20)), None, tokens, 4),)))
-    residency.forest.end_request(TokenChain(ChainSpec(4, domain.mix), domain.root_key(DEFAULT_NAMESPACE), tokens[:42]))
-    assert set(anchors.follow(residency.forest).added) == {chain.wire(depth) for depth in (1, 8, 10, 16, 20)}
+    residency.end_request(TokenChain(ChainSpec(4, domain.mix), domain.root_key(DEFAULT_NAMESPACE), tokens[:42]))
+    assert set(anchors.follow(residency.published()).added) == {chain.wire(depth) for depth in (1, 8, 10, 16, 20)}
     residency.apply(EngineBatch((BlocksRemoved((19, 18)),)))
-    changes = anchors.follow(residency.forest)
+    changes = anchors.follow(residency.published())
     assert changes == Delta({chain.wire(18)}, {chain.wire(20)})
     residency.apply(EngineBatch((StreamRestarted(), BlocksStored((1,), None, tokens[:4], 4))))
-    assert anchors.follow(residency.forest) == Delta(set(), {chain.wire(depth) for depth in (8, 10, 16, 18)})
-    anchors._check(residency.forest)
+    changes = anchors.follow(residency.published())
+    assert changes == Delta(set(), {chain.wire(depth) for depth in (8, 10, 16, 18)})
+    anchors._check(residency.published())
 
 
 # --- the choice of the stride ------------------------------------------------------------------------------
@@ -369,10 +372,10 @@ def test_expected_anchors_are_near_the_anchors_of_conversations() -> None:
             chain = TokenChain(SPEC, ROOT, tokens)
             tree.store(ROOT, 0, [chain.block(i) for i in range(chain.depth)], "gpu")
             tree.end_request(TokenChain(SPEC, ROOT, tokens[:-5]))
-    ends = tree.ends()
+    ends = tree.n_fixed()
     for anchor_stride in ANCHOR_STRIDES:
         true = sum(1 for _ in tree.anchors(anchor_stride))
-        expected = expected_anchors(tree.matchable, ends, anchor_stride)
+        expected = expected_anchors(tree.n_keys, ends, anchor_stride)
         assert true - len(heads) <= expected <= true + ends / anchor_stride
 
 

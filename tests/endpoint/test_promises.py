@@ -28,7 +28,8 @@ def wires(prompt_: TokenChain, *depths: int) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("every", "above", "depths"), [(1, 3, range(4, 12)), (4, 3, (4, 8, 11)), (32, 3, (11,)), (4, 0, (1, 4, 8, 11))]
+    ("anchor_stride", "above", "depths"),
+    [(1, 3, range(4, 12)), (4, 3, (4, 8, 11)), (32, 3, (11,)), (4, 0, (1, 4, 8, 11))],
 )
 def test_a_promise_has_the_depths_that_the_stride_asks_for_and_its_end(
     anchor_stride: int, above: int, depths: range
@@ -38,7 +39,7 @@ def test_a_promise_has_the_depths_that_the_stride_asks_for_and_its_end(
     assert len(made) == 0, "thought over with the next round"
     assert made.settle(anchor_stride) == set(made) == wires(asked, *depths)
     assert made.settle(anchor_stride) == set()
-    assert made.end(1) == wires(asked, *depths)
+    assert made.withdraw(1) == wires(asked, *depths)
     assert len(made) == 0
     made._check()
 
@@ -48,16 +49,16 @@ def test_what_two_prompts_promise_stays_until_both_are_over() -> None:
     made.begin(1, Promise(one, 0, 6))
     made.begin(2, Promise(other, 2, 9))
     assert made.settle(1) == wires(other, *range(1, 10))
-    assert made.end(1) == wires(one, 1, 2)
-    assert made.end(1) == set()
-    assert made.end(2) == wires(other, *range(3, 10))
+    assert made.withdraw(1) == wires(one, 1, 2)
+    assert made.withdraw(1) == set()
+    assert made.withdraw(2) == wires(other, *range(3, 10))
     made._check()
 
 
 def test_a_prompt_that_is_over_before_the_round_costs_nothing() -> None:
     made = Promises()
     made.begin(1, Promise(chain(1, 6), 0, 6))
-    assert made.end(1) == made.settle(1) == set()
+    assert made.withdraw(1) == made.settle(1) == set()
     made.begin(2, Promise(chain(1, 6), 6, 6))
     assert made.settle(1) == set(), "all of it is held"
 
@@ -73,7 +74,7 @@ def test_counts_are_right_whatever_comes_and_goes(seed: int) -> None:
             made.begin(ticket, Promise(chain(rng.randrange(4), 12), rng.randint(0, depth), depth))
             under_way.append(ticket)
         elif under_way:
-            published -= made.end(under_way.pop(rng.randrange(len(under_way))))
+            published -= made.withdraw(under_way.pop(rng.randrange(len(under_way))))
         if rng.random() < 0.4:
             published |= made.settle(rng.choice((1, 4)))
         made._check()
@@ -182,7 +183,7 @@ def test_with_anchors_the_stride_and_the_end_are_promised() -> None:
     for seed in range(20, 30):
         hold(net, "n0/0", prompt(seed, 40))
     net.run(6.0)
-    anchor_stride = net.nodes["n1"].digests()["n0/0"].anchor_stride
+    anchor_stride = net.nodes["n1"].digests()["n0/0"].every
     assert anchor_stride > 1
     before = held(net.nodes["n1"], "n0/0")
     tokens = prompt(1, 45)

@@ -13,7 +13,7 @@ from prefixroute.endpoint.publisher import REFIT_S, Publisher
 from prefixroute.keys.chain import wire_key
 from prefixroute.keys.keyset import Delta
 from prefixroute.replication.writer_set import OwnedSet
-from prefixroute.residency.forest import Forest
+from prefixroute.residency.mirror import Residency
 from prefixroute.routing.index import MergedIndex
 from prefixroute.testing import stored
 
@@ -24,7 +24,7 @@ def publisher(budget: int = 49152) -> tuple[Publisher, OwnedSet, MergedIndex]:
     """A publisher whose index follows what it is told."""
     keys, index = OwnedSet(), MergedIndex()
     index.join("a/0")
-    return Publisher(keys, Forest(), budget, lambda key: index.held(index.bit("a/0"), key)), keys, index
+    return Publisher(keys, Residency(DOMAIN), budget, lambda key: index.held(index.bit("a/0"), key)), keys, index
 
 
 def note(made: tuple[Publisher, OwnedSet, MergedIndex], gained: set[int], lost: set[int]) -> Delta:

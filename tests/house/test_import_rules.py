@@ -39,7 +39,7 @@ PARTS: dict[str, set[str]] = {
 CROSSING: dict[tuple[str, str], set[str]] = {
     ("routing", "policy"): {"Candidate", "Policy", "Request", "Withheld"},
     ("routing", "replication"): {"Copy", "Peer"},
-    ("endpoint", "residency"): {"Forest", "Residency"},
+    ("endpoint", "residency"): {"Published", "Residency"},
     ("endpoint", "replication"): {"Copy", "OwnedSet"},
     ("endpoint", "routing"): {"Standing"},
 }

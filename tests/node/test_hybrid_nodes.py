@@ -126,7 +126,7 @@ def test_a_short_promise_has_one_mark() -> None:
     made = Promises()
     made.begin(1, Promise(chain, 0, 32))
     assert made.settle(1, True) == {chain.wire(32), wire_key(marked(chain.key(1)))}
-    assert made.end(1) == {chain.wire(32), wire_key(marked(chain.key(1)))}
+    assert made.withdraw(1) == {chain.wire(32), wire_key(marked(chain.key(1)))}
     made._check()
 
 

@@ -112,7 +112,7 @@ def test_what_is_evicted_was_idle_since_it_was_stored_or_used() -> None:
     assert residency.eviction_age_s == inf
     first, second = store(residency, 1, 5, 10.0), store(residency, 2, 5, 20.0)
     node = Node("x", DOMAIN, rng=random.Random(1), now=0.0)
-    residency.forest.use(node.chain(blocks(1, 5)), 5, 50.0)
+    residency.use(node.chain(blocks(1, 5)), 5, 50.0)
     residency.apply(EngineBatch((BlocksRemoved(second),)), 60.0)
     assert residency.eviction_age_s == 40.0
     residency.apply(EngineBatch((BlocksRemoved(first),)), 60.0)
@@ -134,7 +134,7 @@ def test_a_use_reaches_all_that_lies_above_it() -> None:
     residency.apply(EngineBatch((BlocksStored(tuple(range(8)), None, tokens, 4),)), 0.0)
     residency.apply(EngineBatch((BlocksStored(tuple(range(20, 24)), 3, other[16:], 4),)), 0.0)
     node = Node("x", DOMAIN, rng=random.Random(1), now=0.0)
-    residency.forest.use(node.chain(other), 8, 100.0)
+    residency.use(node.chain(other), 8, 100.0)
     residency.apply(EngineBatch((BlocksRemoved((4, 5, 6, 7)),)), 130.0)
     assert residency.eviction_age_s == 130.0, "the branch that was not used"
     residency.apply(EngineBatch((BlocksRemoved((20, 21, 22, 23)),)), 130.0)
@@ -159,7 +159,7 @@ def test_a_replay_ages_blocks_by_the_engines_own_time() -> None:
     assert residency.eviction_age_s == pytest.approx(40.0)
     # From here on it is live: the engine's time and the node's go on together, and a use by the node's clock counts.
     node = Node("n", DOMAIN, rng=random.Random(1), now=0.0)
-    residency.forest.use(node.chain(second), 4, 1010.0)
+    residency.use(node.chain(second), 4, 1010.0)
     gone = next(e.handles for e in kept(second).events if isinstance(e, BlocksStored))
     residency.apply(at(1.7e9 + 65.0, EngineBatch((BlocksRemoved(gone),))), 1025.1)
     assert residency.eviction_age_s == pytest.approx(40.0 + 0.1 * (15.0 - 40.0), abs=0.02)

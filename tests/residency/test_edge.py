@@ -44,8 +44,8 @@ def test_ends_of_runs_are_those_that_a_look_at_each_block_finds(seed: int) -> No
         start = rng.randint(0, n)
         stop = rng.randint(start, n)
         expected = next((i for i in range(start, stop) if not edge.held(i, TIERS)), stop)
-        assert edge.run(start, stop, TIERS) == expected
-    assert edge.run(0, n, ("nowhere",)) == 0
+        assert edge.held_until(start, stop, TIERS) == expected
+    assert edge.held_until(0, n, ("nowhere",)) == 0
 
 
 @pytest.mark.parametrize("seed", range(20))

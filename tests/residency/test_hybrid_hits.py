@@ -220,30 +220,54 @@ def test_anchors_follow_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
     engine, mirror = PlainHybrid(rng, GROUPS["two windows"], sparse=False), Mirror()
     mirror.apply(*engine.hello())
-    forest = mirror.residency.forest
+    published = mirror.residency.published
     anchors = Anchors(1)
     for i in range(80):
         mirror.apply(*engine.step(200))
         if i == 5:
-            anchors.rebuild(forest)
+            anchors.rebuild(published())
         if i > 5:
             if rng.random() < 0.1:
-                anchors.set_stride(rng.choice((1, 2, 8, 32)), forest)
-            anchors.follow(forest)
-            anchors._check(forest)
-            assert set(forest.anchors(anchors.anchor_stride)) <= mirror.published
-            assert forest.ends() == len(set(forest.anchors(1 << 20)))
-            assert forest.published == len(mirror.published)
+                anchors.set_stride(rng.choice((1, 2, 8, 32)), published())
+            anchors.follow(published())
+            anchors._check(published())
+            assert set(published().anchors(anchors.anchor_stride)) <= mirror.published
+            assert published().n_fixed() == len(set(published().anchors(1 << 20)))
+            assert published().n_keys == len(mirror.published)
+
+
+def test_anchors_follow_an_endpoint_that_becomes_a_hybrid_gets_a_second_full_group_and_restarts() -> None:
+    mirror, anchors = Mirror(), Anchors(2)
+    published = mirror.residency.published
+    anchors.rebuild(published())
+    kinds = []
+    for events in (
+        [full(ALL, TOKENS)],
+        [full(ALL, TOKENS, group=3)],
+        [window([1, 2, 9], TOKENS)],
+        [full(ALL[:9], TOKENS[: 9 * SIZE], group=4)],
+        [StreamRestarted()],
+        [full(ALL, TOKENS), window([1, 2, 9], TOKENS)],
+        [full(ALL, TOKENS, group=3)],
+    ):
+        mirror.apply(*events)
+        before = set(anchors)
+        changes = anchors.follow(published())
+        assert set(anchors) == before - changes.removed | changes.added
+        anchors._check(published())
+        assert published().n_keys == len(mirror.published)
+        kinds.append(type(published()).__name__)
+    assert kinds == ["RadixTree", "Forest", "HybridHits", "HybridHits", "RadixTree", "HybridHits", "HybridHits"]
 
 
 def test_an_anchor_above_a_gap_of_ends_stays_at_every_stride() -> None:
     mirror = Mirror()
     mirror.apply(full(ALL, TOKENS), window([1, 2, 3, 4, 8, 9], TOKENS))
-    forest, chain = mirror.residency.forest, mirror.chain(TOKENS)
+    published, chain = mirror.residency.published(), mirror.chain(TOKENS)
     marks = {ENDS_ONLY, marked(chain.key(1))}
-    assert set(forest.anchors(1)) - marks == {chain.key(d) for d in (1, 2, 3, 4, 9)}
-    assert set(forest.anchors(2)) - marks == {chain.key(d) for d in (2, 4, 9)}
-    assert set(forest.anchors(32)) - marks == {chain.key(d) for d in (4, 9)}
+    assert set(published.anchors(1)) - marks == {chain.key(d) for d in (1, 2, 3, 4, 9)}
+    assert set(published.anchors(2)) - marks == {chain.key(d) for d in (2, 4, 9)}
+    assert set(published.anchors(32)) - marks == {chain.key(d) for d in (4, 9)}
 
 
 # --- one by one --------------------------------------------------------------------------------------------
@@ -302,7 +326,7 @@ def test_groups_that_no_prefix_is_looked_up_in_change_nothing(kind: str) -> None
     mirror = Mirror()
     mirror.apply(full(ALL, TOKENS), window([3], TOKENS, group_kind=kind))
     assert mirror.hit(LONGER) == 10 * SIZE
-    assert mirror.residency.forest.hits is None
+    assert not mirror.residency.published().ends_only
     assert ENDS_ONLY not in mirror.published
 
 
@@ -404,7 +428,7 @@ def test_sections(depth: int, start: int) -> None:
 def test_an_ordinary_endpoint_has_nothing_of_this() -> None:
     mirror = Mirror()
     mirror.apply(full(ALL, TOKENS), full(ALL, TOKENS, group=3))
-    assert mirror.residency.forest.hits is None
-    assert mirror.residency._told == []
+    assert not mirror.residency.published().ends_only
+    assert mirror.residency._stores.hits is None
     assert all(group.window is None for group in mirror.residency._groups.values())
     assert mirror.index.sparse == 0

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import NamedTuple
 
 import pytest
+from matching import matched, trees_of
 
 from prefixroute import ContentSpan, Domain, Namespace, Residency, TokenChain
 from prefixroute.events import BlocksCleared, BlocksRemoved, BlocksStored, EngineBatch, EngineEvent
@@ -212,7 +213,7 @@ def run(engine: Engine, steps: int, delay: float) -> Residency:
     )
     residency._check()
     assert residency.live() == []
-    assert [len(tree) for tree in residency.trees] == [0]
+    assert [len(tree) for tree in trees_of(residency)] == [0]
     assert residency.counts.unknown_removals == residency.counts.unknown_events == 0
     return residency
 
@@ -245,11 +246,11 @@ def apply(residency: Residency, *events: EngineEvent) -> None:
 
 def depth(residency: Residency, tokens: list[int], *items: ContentSpan) -> int:
     """Canonical blocks that match, found in two ways."""
-    domain = residency._domain
+    domain = residency._stores._domain
     chain = TokenChain(ChainSpec(domain.block_size, domain.mix), domain.root_key(Namespace()), tokens, items)
     keys = set(residency.keys())
     by_key = next((d - 1 for d in range(1, chain.depth + 1) if chain.key(d) not in keys), chain.depth)
-    assert [tree.match(chain) for tree in residency.trees] == [by_key]
+    assert [matched(tree, chain) for tree in trees_of(residency)] == [by_key]
     return by_key
 
 
@@ -322,7 +323,7 @@ def test_block_stored_again_above_a_partial_one_that_kept_it_known(again: str) -
     """A partial block (vLLM 0.24) shorter than a canonical one holds nothing, so the tree drops what is above it."""
     tokens = list(range(8))
     residency = mirror(4, stored([1], None, tokens[:4], 4), stored([2], 1, tokens[4:6], 2), BlocksRemoved((1,)))
-    assert len(residency.trees[0]) == 0
+    assert len(trees_of(residency)[0]) == 0
     if again == "both":
         apply(residency, stored([1, 3], None, tokens, 4))
     else:
@@ -344,7 +345,7 @@ def test_chain_above_a_partial_block_is_dropped_and_comes_back_in_any_order() ->
         apply(residency, *(chain[i] for i in order))
         assert depth(residency, tokens) == 3
         apply(residency, BlocksRemoved((9, 1, 2, 3)))
-        assert (residency.live_blocks, len(residency.trees[0])) == (0, 0)
+        assert (residency.live_blocks, len(trees_of(residency)[0])) == (0, 0)
 
 
 def test_blocks_stored_below_one_whose_tokens_are_lost_match_when_it_comes_back() -> None:
@@ -353,13 +354,13 @@ def test_blocks_stored_below_one_whose_tokens_are_lost_match_when_it_comes_back(
         4, stored([1], None, tokens[:4], 4), stored([2], 1, tokens[4:6], 2), stored([3], 2, tokens[6:8], 2)
     )
     apply(residency, BlocksRemoved((1, 2)))
-    assert len(residency.trees[0]) == 0
+    assert len(trees_of(residency)[0]) == 0
     apply(residency, stored([4], 3, tokens[8:12], 4), stored([2], 1, tokens[4:6], 2), stored([5], 4, tokens[12:], 4))
     assert (depth(residency, tokens), residency.live_blocks) == (0, 4)
     apply(residency, stored([1], None, tokens[:4], 4))
     assert depth(residency, tokens) == 4
     apply(residency, BlocksRemoved((1, 2, 3, 4, 5)))
-    assert (residency.live(), len(residency.trees[0]), residency.counts.unknown_removals) == ([], 0, 0)
+    assert (residency.live(), len(trees_of(residency)[0]), residency.counts.unknown_removals) == ([], 0, 0)
 
 
 def test_block_that_comes_back_alone_waits_for_the_parent_that_was_forgotten_with_it() -> None:
@@ -373,7 +374,7 @@ def test_block_that_comes_back_alone_waits_for_the_parent_that_was_forgotten_wit
     apply(residency, BlocksRemoved((2, 3)), BlocksRemoved((11,)))
     assert (depth(residency, tokens), residency.live_blocks) == (1, 1)
     apply(residency, BlocksRemoved((1,)))
-    assert (residency.live_blocks, len(residency.trees[0]), residency.counts.unknown_removals) == (0, 0, 0)
+    assert (residency.live_blocks, len(trees_of(residency)[0]), residency.counts.unknown_removals) == (0, 0, 0)
 
 
 def test_items_count_whether_blocks_are_larger_or_smaller_and_wherever_they_are_cut() -> None:

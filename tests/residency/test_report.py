@@ -9,7 +9,7 @@ import pytest
 
 from prefixroute import BlocksRemoved, BlocksStored, ContentSpan, Domain, EngineBatch, Residency, StreamGap
 from prefixroute.events import CPU, GPU, EngineEvent
-from prefixroute.residency.report import parts_of
+from prefixroute.residency.stores import parts_of
 
 DOMAIN = Domain("m", "t")
 SIZE = 32
@@ -128,9 +128,9 @@ def test_after_a_report_the_prompt_is_held_once_whatever_was_known(seed: int) ->
 def test_parts_keep_order_parents_and_contents() -> None:
     whole = report(6, contents=(ContentSpan("cat", 10), ContentSpan("dog", 3 * SIZE + 4)))
     parts = list(parts_of(whole, {3, 6}.__contains__))
-    runs = [part.handles if isinstance(part, BlocksStored) else part for part in parts]
-    assert runs == [(1, 2), (3,), (4, 5), (6,)]
-    first, second = (part for part in parts if isinstance(part, BlocksStored))
+    assert [part.handles for _, part in parts] == [(1, 2), (3,), (4, 5), (6,)]
+    assert [known for known, _ in parts] == [False, True, False, True]
+    first, second = (part for known, part in parts if not known)
     assert (first.parent, second.parent) == (None, 3)
     assert (first.tokens, second.tokens) == (whole.tokens[: 2 * SIZE], whole.tokens[3 * SIZE : 5 * SIZE])
     assert (first.contents, second.contents) == ((ContentSpan("cat", 10),), (ContentSpan("dog", 4),))
@@ -139,5 +139,5 @@ def test_parts_keep_order_parents_and_contents() -> None:
 
 def test_a_report_of_nothing_or_all_that_is_known_is_one_part() -> None:
     whole = report(6)
-    assert list(parts_of(whole, lambda handle: True)) == [whole.handles]
-    assert list(parts_of(whole, lambda handle: False)) == [replace(whole, confirmed=False)]
+    assert list(parts_of(whole, lambda handle: True)) == [(True, replace(whole, confirmed=False))]
+    assert list(parts_of(whole, lambda handle: False)) == [(False, replace(whole, confirmed=False))]

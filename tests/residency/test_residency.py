@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from matching import trees_of
 from prefixroute_vllm import decode_batch
 
 from prefixroute import (
@@ -30,8 +31,8 @@ from prefixroute import (
 )
 from prefixroute.endpoint.local import SILENT_AFTER
 from prefixroute.keys.chain import ChainSpec
-from prefixroute.residency.mirror import DOUBT, Live
-from prefixroute.residency.tree import Delta
+from prefixroute.keys.keyset import Delta
+from prefixroute.residency.live import DOUBT, Live
 
 DOMAIN = Domain("m", "t", 4)
 TOKENS = list(range(100, 132))
@@ -265,7 +266,7 @@ def test_rule_11_hit_is_rounded_down_to_what_the_engine_reuses() -> None:
 def test_rule_12_full_attention_groups_decide_and_window_groups_only_confirm() -> None:
     window = stored([3, 4], tokens=TOKENS, group=0, group_kind=WINDOW)
     residency = mirror(window)
-    assert (residency.canonical_blocks, residency.live_blocks, residency.trees) == (0, 2, ())
+    assert (residency.canonical_blocks, residency.live_blocks, trees_of(residency)) == (0, 2, [])
     for kind in (FULL, "mla_attention", ""):
         both = mirror(window, stored([1, 2, 3, 4], group=2, group_kind=kind))
         assert depth(both) == 4
@@ -291,7 +292,7 @@ def test_prefix_counts_only_when_every_full_attention_group_holds_it() -> None:
     apply(residency, stored([1, 2, 3], group=3))
     assert depth(residency) == 3
     apply(residency, BlocksCleared())
-    assert (depth(residency), residency.canonical_blocks, residency.forest._holders) == (0, 0, {})
+    assert (depth(residency), residency.canonical_blocks, residency._held._holders) == (0, 0, {})
 
 
 def test_three_groups_and_their_changes_against_plain_sets() -> None:
@@ -410,7 +411,7 @@ def test_clear_of_the_gpu_and_a_restart_end_a_partial_state() -> None:
 def test_new_life_may_have_other_groups_and_other_blocks() -> None:
     residency = mirror(stored([1, 2], group_kind=FULL), stored([1, 2], group=1, group_kind=FULL), BlocksRemoved((2,)))
     apply(residency, StreamRestarted())
-    assert (residency.hit_unit, residency.canonical_blocks, residency.live(), residency.trees) == (0, 0, [], ())
+    assert (residency.hit_unit, residency.canonical_blocks, residency.live(), trees_of(residency)) == (0, 0, [], [])
     published = residency.take_changes()
     assert published == Delta(set(), set())
     apply(residency, stored([1, 2, 3, 4], tokens=TOKENS[:8], block_size=2, group_kind=FULL))

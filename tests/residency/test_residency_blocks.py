@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matching import trees_of
 from test_residency import FULL, PLAIN, TOKENS, WINDOW, apply, depth, mirror, stored
 from xxhash import xxh3_64, xxh3_64_intdigest
 
@@ -28,7 +29,7 @@ from prefixroute import (
     UnknownEvent,
 )
 from prefixroute.keys import chain
-from prefixroute.residency.mirror import DOUBT, Live
+from prefixroute.residency.live import DOUBT, Live
 
 # --- what is told of blocks --------------------------------------------------------------------------------
 
@@ -104,7 +105,7 @@ def test_unknown_removals_are_counted_and_cost_nothing_else() -> None:
 
 def test_last_copy_removes_them_all() -> None:
     residency = mirror(stored([1, 2]), stored([2], 1, TOKENS[4:8]), BlocksRemoved((2,), last_copy=True))
-    assert (depth(residency), residency.live(), residency._gpu_copies) == (1, [Live("gpu", 0, 1, 1)], 1)
+    assert (depth(residency), residency.live(), residency._live.gpu_copies) == (1, [Live("gpu", 0, 1, 1)], 1)
 
 
 def test_block_removed_with_blocks_below_it_is_a_hole() -> None:
@@ -114,7 +115,7 @@ def test_block_removed_with_blocks_below_it_is_a_hole() -> None:
     assert depth(residency) == 4
     apply(residency, BlocksRemoved((1, 2, 3, 4)))
     assert residency._groups[0].runs == {}
-    assert len(residency.trees[0]) == 0
+    assert len(trees_of(residency)[0]) == 0
 
 
 def test_full_report_places_orphans_and_counts_copies() -> None:
@@ -170,7 +171,7 @@ def survive(canonical: int, capacity: int, batches: list[list[EngineEvent]]) -> 
         residency._check()
         assert DOUBT <= residency.confidence <= 1.0
         assert residency.hit_unit >= 0
-        assert residency._gpu_copies == sum(row.copies for row in residency.live() if row.tier == "gpu")
+        assert residency._live.gpu_copies == sum(row.copies for row in residency.live() if row.tier == "gpu")
         changes = residency.take_changes()
         assert not changes.added & published
         assert changes.removed <= published
@@ -210,9 +211,8 @@ def test_colliding_keys_do_not_raise_either(canonical: int, batches: list[list[E
 def test_block_that_collides_is_counted_and_never_matches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain, "xxh3_64", WeakHash)
     residency = mirror(stored(range(8)), stored(range(10, 18), tokens=TOKENS[::-1]), stored([20], 17, [1] * 4))
-    (tree,) = residency.trees
-    assert tree.collisions > 0
-    assert len(tree) == tree.matchable < 8
+    (tree,) = trees_of(residency)
+    assert len(tree) == tree.n_keys < 8
     assert residency.live_blocks == 17
     apply(residency, BlocksRemoved((*range(8), *range(10, 18), 20)))
     assert (residency.live_blocks, len(tree), residency.counts.unknown_removals) == (0, 0, 0)

@@ -9,11 +9,12 @@ import random
 from collections import Counter
 
 import pytest
+from matching import trees_of
 from test_reblock import ALL_TIERS, CREDITED, NAMESPACES, Block, Engine, Path, agrees, followed
 
 from prefixroute import Domain, Namespace, Residency, StreamGap
 from prefixroute.events import BlocksRemoved, BlocksStored, EngineBatch, EngineEvent
-from prefixroute.residency.mirror import DOUBT
+from prefixroute.residency.live import DOUBT
 
 PAGES = (1, 3, 5, 16, 24, 32)
 
@@ -151,7 +152,7 @@ def run(engine: RunEngine, steps: int, delay: float) -> None:
     residency.apply(EngineBatch((*late, *removals)))
     residency._check()
     assert residency.live() == []
-    assert [len(tree) for tree in residency.trees] == [0]
+    assert [len(tree) for tree in trees_of(residency)] == [0]
     assert residency._groups[0].runs == residency._groups[0].waiting == {}
     assert residency.counts.unknown_removals == residency.counts.unknown_events == 0
 
@@ -284,4 +285,4 @@ def test_short_parent_that_ends_a_block_is_joined_with_a_longer_kid_that_ends_no
     apply(residency, BlocksRemoved((3,)))
     assert residency.canonical_blocks == 0
     apply(residency, BlocksRemoved(tuple(h for h in (*handles, 100) if h != 3)))
-    assert len(residency.trees[0]) == 0
+    assert len(trees_of(residency)[0]) == 0

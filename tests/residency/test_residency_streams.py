@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+from matching import matched, trees_of
 from prefixroute_vllm import decode_batch
 
 from prefixroute import Domain, Namespace, Residency, TokenChain
@@ -188,7 +189,7 @@ def assert_equal(residency: Residency, truth: PlainConsumer, size: int, rng: ran
             depth = 0
             while (*prompt[:2], prompt[2][: (depth + 1) * size]) in held and (depth + 1) * size <= len(prompt[2]):
                 depth += 1
-            assert [tree.match(prompt_of(prompt, size)) for tree in residency.trees] == [depth] * len(truth.full)
+            assert [matched(tree, prompt_of(prompt, size)) for tree in trees_of(residency)] == [depth] * len(truth.full)
 
 
 @pytest.mark.parametrize("size", CANONICAL)
@@ -363,10 +364,10 @@ def test_batch_of_every_version_does_the_same(path: Path) -> None:
     prompt = TokenChain(ChainSpec(16, domain(16).mix), domain(16).root_key(namespace), [*range(32), *range(16)])
     residency.apply(EngineBatch((root, child)))
     residency._check()
-    assert [residency.trees[0].match(prompt), residency.canonical_blocks, residency.live_blocks] == [3, 3, 3]
+    assert [matched(trees_of(residency)[0], prompt), residency.canonical_blocks, residency.live_blocks] == [3, 3, 3]
     residency.apply(EngineBatch((removal,)))
     residency._check()
-    assert [residency.trees[0].match(prompt), residency.canonical_blocks, residency.live_blocks] == [0, 0, 2]
+    assert [matched(trees_of(residency)[0], prompt), residency.canonical_blocks, residency.live_blocks] == [0, 0, 2]
     assert clear == BlocksCleared("gpu")
     residency.apply(EngineBatch((clear,)))
     assert (residency.live_blocks, residency.counts.unknown_removals, residency.counts.unknown_events) == (0, 0, 0)

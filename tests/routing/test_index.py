@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matching import matched
 
 from prefixroute import TokenChain, UsageError
 from prefixroute.endpoint.anchors import Anchors
@@ -249,7 +250,7 @@ def probe_all(index: MergedIndex, caches: list[Cache], chains: list[TokenChain],
         assert found(index, chain, 1000) == expected(depths, 1000)
         assert found(index, chain, keep) == expected(depths, keep)
         for cache in caches:
-            exact, known = cache.tree.match(chain), depths[cache.name]
+            exact, known = matched(cache.tree, chain), depths[cache.name]
             assert index.depth(chain, index.bit(cache.name)) == known <= exact
             # Never more than a stride is lost, and nothing when the match ends at an anchor.
             assert exact - known < cache.anchors.anchor_stride
