@@ -203,5 +203,5 @@ def step_bytes(keys: OwnedSet) -> int:
     """What the codes of the last step of a set take."""
     change = keys.change(keys.version - 1, keys.version)
     assert change is not None and change.base is not None
-    ranks = change.base().ranks(change.removed).astype(np.uint64)
-    return len(encode_sorted(change.added, KEY_LIMIT)) + len(encode_sorted(ranks, change.n_base))
+    ranks = change.base().ranks(change.delta.removed).astype(np.uint64)
+    return len(encode_sorted(change.delta.added, KEY_LIMIT)) + len(encode_sorted(ranks, change.n_base))

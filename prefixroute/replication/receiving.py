@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ..errors import DecodeError
 from ..events import ReplicaChanged
-from ..keys.keyset import NO_KEYS, Keys
+from ..keys.keyset import NO_KEYS, KeyDelta, Keys
 from ..keys.names import owner_of
 from ..keys.rice import COUNT_BYTES
 from .acceptance import Verdict, judge
@@ -75,14 +75,14 @@ class Receiver:
             return
         held = copy.keys.keys if verdict is Verdict.APPLY else NO_KEYS
         try:
-            added, removed = decode_keys(update, held)
+            delta = decode_keys(update, held)
         except DecodeError as error:
             self._reject(update.endpoint, error.kind, str(error))
             if verdict is Verdict.APPLY:
                 # Ranks that fit no key here mean that this is not the set that the change was made from.
                 self._members.discard(copy, now)
             return
-        arrival = self._assemble(copy, update, added, removed, now)
+        arrival = self._assemble(copy, update, delta, now)
         if arrival is not None:
             self._complete(copy, update, arrival, verdict, held, now)
         self._note(copy)
@@ -90,7 +90,7 @@ class Receiver:
     def _complete(self, copy: Copy, update: Update, arrival: Arrival, verdict: Verdict, held: Keys, now: float) -> None:
         """Apply a change that has come whole, if there is room for what it leaves."""
         change = arrival.change
-        n = len(held) + len(change.added) - len(change.removed)
+        n = len(held) + len(change.delta.added) - len(change.delta.removed)
         if n > self._max_keys or not self._members.holdings.fits(copy.endpoint, owner_of(copy.endpoint), n):
             self._reject_size(update)
             return
@@ -121,14 +121,12 @@ class Receiver:
         n = len(copy.keys) + (copy.assembly.size if copy.assembly is not None else 0)
         self._members.holdings.note(copy.endpoint, owner_of(copy.endpoint), n)
 
-    def _assemble(self, copy: Copy, update: Update, added: Keys, removed: Keys, now: float) -> Arrival | None:
+    def _assemble(self, copy: Copy, update: Update, delta: KeyDelta, now: float) -> Arrival | None:
         """Return the whole change if this part completes it. A transfer under way keeps its place until it stalls."""
         if update.whole:
             codes = [(update.added, update.removed)]
-            change = Change(
-                update.since, update.version, added, removed, update.checksum, update.anchor_stride, codes=codes
-            )
-            return Arrival(change, NO_KEYS, None)
+            versions = (update.since, update.version)
+            return Arrival(Change(*versions, delta, update.checksum, update.anchor_stride, codes=codes))
         a = copy.assembly
         if a is not None and not a.is_of(update):
             if a.incarnation >= update.incarnation and now - a.touched_at < STALLED_S:
@@ -139,7 +137,7 @@ class Receiver:
             a = Assembly(update, now)
         copy.assembly = a
         self._tempo.stir(now)
-        arrival = a.offer(update.lower, update.upper or KEY_LIMIT, added, removed, now, copy.keys.keys)
+        arrival = a.offer(update.lower, update.upper or KEY_LIMIT, delta, now, copy.keys.keys)
         if arrival is not None:
             copy.assembly = None
         elif a.size > 2 * self._max_keys or not self._members.holdings.fits(
@@ -152,22 +150,22 @@ class Receiver:
     def _apply(self, copy: Copy, incarnation: int, arrival: Arrival, verdict: Verdict, now: float) -> None:
         keys, before = copy.keys, copy.keys.keys
         change = arrival.change
-        gained, lost = change.added, change.removed
+        step = change.delta
         if verdict is Verdict.REPLACE:
-            gained, lost = arrival.step_from(before)
-        elif not keys.fits(gained, lost):
+            step = arrival.step_from(before)
+        elif not keys.fits(step):
             self._members.discard(copy, now)
             return
         if verdict is Verdict.REPLACE and (incarnation != copy.incarnation or not keys.version):
-            keys.replace(change.version, change.added, change.anchor_stride, now, arrival.total)
+            keys.replace(change.version, change.delta.added, change.anchor_stride, now, arrival.total)
             if incarnation != copy.incarnation:
                 copy.incarnation, copy.heartbeat, copy.revision = incarnation, 0, 0
             self._emit(ReplicaChanged(copy.endpoint, "replaced"))
         else:
             # A snapshot of the same life is a step too: without it this node could pass on nothing but snapshots.
             codes = change.codes[0] if change.codes and verdict is Verdict.APPLY else None
-            whole = change.added if verdict is Verdict.REPLACE else None
-            keys.advance(change.version, gained, lost, change.anchor_stride, now, codes, whole)
+            whole = change.delta.added if verdict is Verdict.REPLACE else None
+            keys.advance(change.version, step, change.anchor_stride, now, codes, whole)
         a = copy.assembly
         if a is not None and (a.version <= change.version or a.since not in (0, change.version)):
             copy.assembly = None
@@ -176,7 +174,7 @@ class Receiver:
             copy.keys.replace(copy.keys.version, before)
             self._members.discard(copy, now)
             return
-        self._on_update(copy.endpoint, gained, lost)
+        self._on_update(copy.endpoint, *step)
 
 
 _COUNTERS = {verdict: f"updates_{verdict.value.replace(' ', '_')}" for verdict in Verdict}

@@ -106,7 +106,7 @@ def owed(keys: WriterSet, incarnation: int, entry: VectorEntry, now: float) -> l
 
 def size_bytes(change: Change) -> int:
     """Return an upper bound of what a change's keys take. O(1)."""
-    return encoded_bytes(KEY_LIMIT, len(change.added)) + encoded_bytes(change.n_base, len(change.removed))
+    return encoded_bytes(KEY_LIMIT, len(change.delta.added)) + encoded_bytes(change.n_base, len(change.delta.removed))
 
 
 def cut(debt: Debt, lower: int, upper: int, room: int) -> tuple[bytes | None, int]:
@@ -157,13 +157,12 @@ def _codes(change: Change, lower: int, upper: int) -> Codes:
     whole = lower == 0 and upper == KEY_LIMIT
     if whole and change.codes:
         return change.codes[0]
-    added = encode_sorted(_between(change.added, lower, upper) - np.uint64(lower), upper - lower)
-    removed = b""
-    gone = _between(change.removed, lower, upper)
-    if len(gone):
+    inside = change.delta.within(lower, upper)
+    added, removed = encode_sorted(inside.added - np.uint64(lower), upper - lower), b""
+    if len(inside.removed):
         base = _base(change)
         start, end = base.ranks(np.array([lower, upper], np.uint64)).tolist()
-        removed = encode_sorted((base.ranks(gone) - start).astype(np.uint64), end - start)
+        removed = encode_sorted((base.ranks(inside.removed) - start).astype(np.uint64), end - start)
     if whole and change.codes is not None:
         change.codes.append((added, removed))
     return added, removed
@@ -176,7 +175,7 @@ def _base(change: Change) -> Base:
 
 def _fit(change: Change, lower: int, upper: int, room: int) -> int | None:
     """The key up to which the part from `lower` on fits `room` bytes, or None when that is not worth a frame."""
-    added, removed = _between(change.added, lower, upper), _between(change.removed, lower, upper)
+    added, removed = change.delta.within(lower, upper)
     if _fits_whole(change, lower, upper, room):
         return upper
     if room < LEAST_KEY_BYTES and (room < 0 or len(added) + len(removed)):
@@ -193,7 +192,7 @@ def _fit(change: Change, lower: int, upper: int, room: int) -> int | None:
     while few < many:
         n = (few + many + 1) // 2
         end = int(keys[n])
-        if _bound(base, _between(added, lower, end), _between(removed, lower, end), lower, end) <= room:
+        if _bound(base, within(added, lower, end), within(removed, lower, end), lower, end) <= room:
             few = n
         else:
             many = n - 1
@@ -219,11 +218,6 @@ def _bound(base: Base | None, added: Keys, removed: Keys, lower: int, upper: int
         start, end = base.ranks(np.array([lower, upper], np.uint64)).tolist()
         size += encoded_bytes(end - start, len(removed))
     return size
-
-
-def _between(keys: Keys, lower: int, upper: int) -> Keys:
-    """The keys within [lower, upper)."""
-    return keys if lower == 0 and upper == KEY_LIMIT else within(keys, lower, upper)
 
 
 class Burst:
