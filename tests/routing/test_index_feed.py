@@ -331,8 +331,8 @@ def test_who_asks_again_is_sent_what_is_still_lacking(small_slices: None) -> Non
         two.a.receive_datagram(asked[0].data, "b", two.now)
     # Three times the same question, of which the last one counts.
     n = len(two.a.datagrams_to_send(two.now))
-    assert n <= 3 and gossip(two.a).packing
-    while gossip(two.a).packing:
+    assert n <= 3 and gossip(two.a).outbox.packing
+    while gossip(two.a).outbox.packing:
         two.a.handle_timer(two.now)
         n += len(two.a.datagrams_to_send(two.now))
     assert BLOCKS * 5 / 1200 < n < 2 * BLOCKS * 5 / 1200 + 4
