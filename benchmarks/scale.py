@@ -36,6 +36,7 @@ from figures import Row, publish
 from prefixroute import Domain, Node, NodeSettings, Outcome, TokenChain
 from prefixroute.endpoint.anchors import choose_stride, expected_anchors
 from prefixroute.events import Journal
+from prefixroute.keys.chain import wire_key
 from prefixroute.keys.keyset import Delta
 from prefixroute.replication.gossip import Gossip
 from prefixroute.replication.wire import KEY_LIMIT
@@ -149,7 +150,7 @@ def anchors(chains: list[TokenChain], depths: int, which: int, anchor_stride: in
     """What an endpoint publishes that holds one of the `depths` prefixes of each prompt."""
     last = PROMPT_BLOCKS * (which + 1) // depths
     published = {1, last, *range(anchor_stride, last + 1, anchor_stride)}
-    return {chain.wire(depth) for chain in chains for depth in published}
+    return {wire_key(chain.key(depth)) for chain in chains for depth in published}
 
 
 def route_us(node: Node, prompts: Sequence[Any], repeat: int = 5) -> float:

@@ -338,12 +338,12 @@ def test_anchors_follow_an_engine_through_its_residency() -> None:
     chain = TokenChain(ChainSpec(4, domain.mix), domain.root_key(DEFAULT_NAMESPACE), tokens)
     residency.apply(EngineBatch((BlocksStored(tuple(range(20)), None, tokens, 4),)))
     residency.forest.end_request(TokenChain(ChainSpec(4, domain.mix), domain.root_key(DEFAULT_NAMESPACE), tokens[:42]))
-    assert set(anchors.follow(residency.forest).added) == {chain.wire(depth) for depth in (1, 8, 10, 16, 20)}
+    assert set(anchors.follow(residency.forest).added) == {wire_key(chain.key(depth)) for depth in (1, 8, 10, 16, 20)}
     residency.apply(EngineBatch((BlocksRemoved((19, 18)),)))
     changes = anchors.follow(residency.forest)
-    assert changes == Delta({chain.wire(18)}, {chain.wire(20)})
+    assert changes == Delta({wire_key(chain.key(18))}, {wire_key(chain.key(20))})
     residency.apply(EngineBatch((StreamRestarted(), BlocksStored((1,), None, tokens[:4], 4))))
-    assert anchors.follow(residency.forest) == Delta(set(), {chain.wire(depth) for depth in (8, 10, 16, 18)})
+    assert anchors.follow(residency.forest) == Delta(set(), {wire_key(chain.key(depth)) for depth in (8, 10, 16, 18)})
     anchors._check(residency.forest)
 
 

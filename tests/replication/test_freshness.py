@@ -106,7 +106,9 @@ def test_two_nodes_prove_their_lives_within_one_round_trip_more() -> None:
     a.receive_datagram(only(b, 0.3), "at b", 0.4)
     assert set(copies(a)) == {"a/0", "b/0"}
     # Either has measured the round trip by then, and no later exchange is any longer.
-    assert [gossip(node).members.peers[other].rtt_s for node, other in ((a, "b"), (b, "a"))] == pytest.approx([0.2, 0.2])
+    assert [gossip(node).members.peers[other].rtt_s for node, other in ((a, "b"), (b, "a"))] == pytest.approx(
+        [0.2, 0.2]
+    )
     a.handle_timer(1.0)
     b.receive_datagram([data for _, data in a.datagrams_to_send(1.0)][-1], "at a", 1.1)
     assert decode(only(b, 1.1), DOMAIN.secret).message.vector

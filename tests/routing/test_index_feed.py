@@ -13,7 +13,7 @@ from test_index import prompt
 from prefixroute import BlocksRemoved, BlocksStored, EngineBatch, Node, NodeSettings, node
 from prefixroute.endpoint import portions
 from prefixroute.events import EngineEvent
-from prefixroute.keys.chain import ANCHOR_STRIDES, TokenChain
+from prefixroute.keys.chain import ANCHOR_STRIDES, TokenChain, wire_key
 from prefixroute.keys.keyset import Keys
 from prefixroute.replication import writer_set
 from prefixroute.routing import index_feed as upkeep
@@ -143,7 +143,7 @@ def test_who_leaves_does_not_get_what_waited_and_its_name_is_free() -> None:
 
 def anchors(chain: TokenChain, depth: int, anchor_stride: int) -> set[int]:
     """What an endpoint publishes that holds the first `depth` blocks."""
-    return {chain.wire(d) for d in range(1, depth + 1) if d in (1, depth) or d % anchor_stride == 0}
+    return {wire_key(chain.key(d)) for d in range(1, depth + 1) if d in (1, depth) or d % anchor_stride == 0}
 
 
 @pytest.mark.usefixtures("small_slices")
