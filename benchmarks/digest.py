@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from workbench.bars import Row, chosen, json_option, publish
 
 from prefixroute import BlocksStored, Domain, EngineBatch, Node, NodeSettings, Outcome
-from prefixroute.keys.keyset import Keys
+from prefixroute.keys.keyset import KeyDelta, Keys
 from prefixroute.keys.rice import decode_sorted, encode_sorted
 from prefixroute.replication.sending import Debt, cut
 from prefixroute.replication.wire import KEY_LIMIT, Message, Update, overhead_bytes
@@ -97,7 +97,7 @@ def delta(options: argparse.Namespace) -> Iterator[Row]:
     """Rows of a delta."""
     n, m = options.keys, options.changed
     held, added, removed = changed_set(n, m)
-    held.advance(2, added, removed)
+    held.advance(2, KeyDelta(added, removed))
     change = held.change(1, 2)
     assert change is not None
     part, _ = cut(Debt("node-0/0", INCARNATION, change), 0, KEY_LIMIT, STREAM_BYTES)
@@ -291,7 +291,7 @@ def times(options: argparse.Namespace) -> Iterator[Row]:
     held, added, removed = changed_set(n, m)
 
     def apply() -> Callable[[], object]:
-        return partial(holder(held.keys).advance, 2, added, removed)
+        return partial(holder(held.keys).advance, 2, KeyDelta(added, removed))
 
     yield from timed(f"apply {m} adds and {m} removals to {n:,} keys", apply, repeat, per=2 * m)
 

@@ -38,6 +38,7 @@ from workbench.gossip_fleet import DOMAIN, GIVE_UP_S, Fleet
 from prefixroute import BlocksStored, EngineBatch, Node, NodeSettings
 from prefixroute.aio import Driver, UdpTransport
 from prefixroute.endpoint.anchors import choose_stride, expected_anchors
+from prefixroute.events import Journal
 from prefixroute.keys.keyset import Delta
 from prefixroute.keys.rice import encode_sorted
 from prefixroute.replication.gossip import Gossip
@@ -234,19 +235,19 @@ def restart(fleet: Fleet, base: int) -> tuple[float, float]:
     """
     interval_s = GossipSettings().interval_s
     name = next(iter(fleet.gossips))
-    start, life = fleet.now, fleet.gossips[name].copies[f"{name}/0"].incarnation + 1
+    start, life = fleet.now, fleet.gossips[name].members.copies[f"{name}/0"].incarnation + 1
     end = start + RESTART_ROUNDS * interval_s
     fleet.add(name, base, life)
     lacking = fleet.gossips.keys() - {name}
     out = back = 0.0
     while not (out and back) and (actor := fleet.run(end)):
         if actor in lacking:
-            copy = fleet.gossips[actor].copies[f"{name}/0"]
+            copy = fleet.gossips[actor].members.copies[f"{name}/0"]
             if copy.incarnation == life and len(copy.keys):
                 lacking.remove(actor)
                 out = 0.0 if lacking else fleet.now - start
         elif actor == name and not back:
-            held = sum(1 for copy in fleet.gossips[name].copies.values() if not copy.mine and copy.keys.version)
+            held = sum(1 for copy in fleet.gossips[name].members.copies.values() if not copy.mine and copy.keys.version)
             back = fleet.now - start if held == len(fleet.published) - 1 else 0.0
     return (out or end - start) / interval_s, (back or end - start) / interval_s
 
@@ -324,7 +325,7 @@ def replica_bytes(keys: int, changes: int) -> tuple[float, float, float]:
     settings = NodeSettings(datagram_bytes=STREAMS.datagram_bytes, burst_bytes=STREAMS.burst_bytes)
     tracemalloc.start()
     try:
-        owner = Gossip("owner", DOMAIN, settings, rng, 0.0, lambda _: None, Counter(), lambda *_: None)
+        owner = Gossip("owner", DOMAIN, settings, rng, 0.0, Journal(), lambda *_: None)
         published = owner.members.join("owner/0", 1, "http://127.0.0.1:8000", 0.0).keys
         assert isinstance(published, OwnedSet)
         live = deque({rng.getrandbits(48) for _ in range(keys)})
@@ -370,8 +371,8 @@ def converse(owner: Gossip, published: OwnedSet, nodes: dict[str, Node], now: fl
         under_way = True
         while under_way:
             under_way = False
-            owner.pack()
-            for sent in owner.take_outbox():
+            owner.outbox.pack()
+            for sent in owner.outbox.take():
                 under_way = True
                 if str(sent.address) in nodes:
                     nodes[str(sent.address)].receive_datagram(sent.data, "owner", now)

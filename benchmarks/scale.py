@@ -25,7 +25,6 @@ import multiprocessing
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -36,6 +35,8 @@ from workbench.bars import Row, publish
 
 from prefixroute import Domain, Node, NodeSettings, Outcome, TokenChain
 from prefixroute.endpoint.anchors import choose_stride, expected_anchors
+from prefixroute.events import Journal
+from prefixroute.keys.chain import wire_key
 from prefixroute.keys.keyset import Delta
 from prefixroute.replication.gossip import Gossip
 from prefixroute.replication.wire import KEY_LIMIT
@@ -149,7 +150,7 @@ def anchors(chains: list[TokenChain], depths: int, which: int, anchor_stride: in
     """What an endpoint publishes that holds one of the `depths` prefixes of each prompt."""
     last = PROMPT_BLOCKS * (which + 1) // depths
     published = {1, last, *range(anchor_stride, last + 1, anchor_stride)}
-    return {chain.wire(depth) for chain in chains for depth in published}
+    return {wire_key(chain.key(depth)) for chain in chains for depth in published}
 
 
 def route_us(node: Node, prompts: Sequence[Any], repeat: int = 5) -> float:
@@ -181,14 +182,14 @@ class Relay:
     def __init__(self, node: Node) -> None:
         self.now = 0.0
         self._node = node
-        quiet: Counter[str] = Counter()
-        self._gossip = Gossip("relay", DOMAIN, SETTINGS, random.Random(2), 0.0, lambda _: None, quiet, lambda *_: None)
+        self._gossip = Gossip("relay", DOMAIN, SETTINGS, random.Random(2), 0.0, Journal(), lambda *_: None)
         self._gossip.members.add_peer("node", "node", 0.0)
         node.add_peer("relay", "relay", 0.0)
 
     def publish(self, endpoint: str, come: set[int], gone: set[int], anchor_stride: int) -> None:
         """Let an endpoint step its version."""
-        copy = self._gossip.copies.get(endpoint) or self._gossip.members.join(endpoint, 1, "http://peer", self.now)
+        members = self._gossip.members
+        copy = members.copies.get(endpoint) or members.join(endpoint, 1, "http://peer", self.now)
         assert isinstance(copy.keys, OwnedSet)
         copy.keys.stride = anchor_stride
         copy.keys.gather(Delta(come, gone))
@@ -212,8 +213,8 @@ class Relay:
         """Carry datagrams until there are none. Only one of the two began an exchange: else what is owed goes twice."""
         sent = 0
         while True:
-            self._gossip.pack()
-            out, back = self._gossip.take_outbox(), self._node.datagrams_to_send(self.now)
+            self._gossip.outbox.pack()
+            out, back = self._gossip.outbox.take(), self._node.datagrams_to_send(self.now)
             if not out and not back:
                 return sent
             for _, data in out:
@@ -224,7 +225,7 @@ class Relay:
 
     def _whole(self) -> bool:
         theirs = self._node.digests()
-        ours = self._gossip.copies
+        ours = self._gossip.members.copies
         return all(name in theirs and theirs[name].version == copy.keys.version for name, copy in ours.items())
 
 

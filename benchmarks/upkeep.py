@@ -29,9 +29,11 @@ from digest import DOMAIN, random_keys
 from workbench.bars import Row, chosen, json_option, publish
 
 from prefixroute import BlocksStored, EngineBatch, Node, NodeSettings
+from prefixroute.events import Journal
 from prefixroute.keys.keyset import Delta, Keys
 from prefixroute.node import SEND_BYTES
-from prefixroute.replication.gossip import Datagram, Gossip
+from prefixroute.replication.gossip import Gossip
+from prefixroute.replication.outbox import Datagram
 from prefixroute.replication.writer_set import OwnedSet
 from prefixroute.routing.index import MergedIndex
 
@@ -95,15 +97,13 @@ class Pair:
 
     def begin(self, incarnation: int) -> None:
         """Let the owner begin a life without keys."""
-        self.owner = Gossip(
-            "owner", DOMAIN, self._settings, random.Random(2), self.now, lambda event: None, Counter(), lambda *_: None
-        )
+        self.owner = Gossip("owner", DOMAIN, self._settings, random.Random(2), self.now, Journal(), lambda *_: None)
         self.owner.members.add_peer("node", "node", self.now)
         self.owner.members.join("owner/0", incarnation, "", self.now)
 
     def publish(self, changes: Delta) -> None:
         """Let the owner hold other keys, and publish them."""
-        keys = self.owner.copies["owner/0"].keys
+        keys = self.owner.members.copies["owner/0"].keys
         assert isinstance(keys, OwnedSet)
         keys.gather(changes)
         keys.publish(self.now)
@@ -111,7 +111,7 @@ class Pair:
     def settle(self, timed: Timed) -> None:
         """Exchange until the node has what the owner published, and nothing is left for it to do."""
         give_up = self.now + 60
-        wanted = self.owner.copies["owner/0"]
+        wanted = self.owner.members.copies["owner/0"]
         while True:
             digest = self.node.digests().get("owner/0")
             if digest is not None and digest[:2] == wanted.held and not self._due(timed):
@@ -152,9 +152,9 @@ class Pair:
 
     def _owner_out(self, timed: Timed) -> list[Datagram]:
         """What the owner packs at once, as its node would."""
-        if self.owner.packing:
-            timed("owner", self.owner.pack, SEND_BYTES)
-        return self.owner.take_outbox()
+        if self.owner.outbox.packing:
+            timed("owner", self.owner.outbox.pack, SEND_BYTES)
+        return self.owner.outbox.take()
 
 
 def peers(options: argparse.Namespace) -> Iterator[Row]:

@@ -33,7 +33,7 @@ from .node import Node
 from .policy.baselines import GreedyCost, LeastLoad, LongestMatch, NoRouting
 from .policy.interface import Candidate, Choice, Policy, Request, Withheld
 from .policy.rent_or_buy import POLICIES, RentOrBuy
-from .replication.gossip import Datagram
+from .replication.outbox import Datagram
 from .residency.mirror import Residency
 from .routing.decision import Decision, Outcome, OutcomeKind
 from .routing.explain import Explanation

@@ -253,7 +253,7 @@ class Driver:
             try:
                 await self.transport.send(address, data)
             except OSError:
-                self.node.counters["send_errors"] += 1
+                self.node.journal.count("send_errors")
         for event in self.node.events():
             if self._on_event is not None:
                 self._on_event(event)

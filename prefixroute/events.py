@@ -1,13 +1,15 @@
-"""Plain data that crosses the library's borders: what an engine did, and what a node has to tell.
+"""Plain data that crosses the library's borders: what an engine did, and what a node has to tell and has counted.
 
 Rules:
 1. Engine events are engine-neutral. An adapter turns its engine's stream into them; `residency` applies them.
 2. Token ids are non-negative and below 2**32. An adapter may pass any sequence of ints.
 3. Node events inform, they never ask: a caller that ignores them all loses nothing but the news.
+4. All parts of a node tell and count in its one `Journal`.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -231,3 +233,44 @@ class ResidencyChanged:
 NodeEvent: TypeAlias = (
     DatagramRejected | DomainMismatch | PeerChanged | ReplicaChanged | PushBackChanged | ResidencyChanged
 )
+
+MAX_EVENTS = 1024
+"""Node events kept for a caller that does not drain them; the oldest go first."""
+
+
+class Journal:
+    """What one node tells and counts. O(1) a call.
+
+    A count has a name and may have a label: `counts["rejected", "forged"]`. `counters()` returns the same counts under
+    flat names, `rejected_forged`.
+    """
+
+    __slots__ = ("_events", "counts")
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str | None]] = Counter()
+        """By (name, label); the label is None for a count that has none. To be read only."""
+        self._events: deque[NodeEvent] = deque(maxlen=MAX_EVENTS)
+
+    def tell(self, event: NodeEvent) -> None:
+        """Keep an event for the caller."""
+        self._events.append(event)
+
+    def count(self, name: str, label: str | None = None, n: int = 1) -> None:
+        """Add `n` to a count."""
+        self.counts[name, label] += n
+
+    def take_events(self) -> list[NodeEvent]:
+        """Return and forget the events, at most `MAX_EVENTS`, the oldest first."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def counters(self) -> Counter[str]:
+        """Return the counts under flat names. O(counts), some 5 us."""
+        return Counter({flat_name(*key): n for key, n in self.counts.items()})
+
+
+def flat_name(name: str, label: str | None) -> str:
+    """Return the flat name of a count: "name", or "name_label"."""
+    return name if label is None else f"{name}_{label}"

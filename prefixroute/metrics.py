@@ -6,6 +6,7 @@ Rule: metrics are read off the node when they are scraped; nothing on the reques
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 try:
     from prometheus_client import CollectorRegistry
@@ -16,19 +17,24 @@ except ModuleNotFoundError as error:
     message = "prefixroute.metrics needs prometheus_client: pip install 'prefixroute[metrics]'"
     raise ModuleNotFoundError(message, name=error.name) from error
 
+from .events import flat_name
 from .fairness import FairQueue
 from .node import Node
 from .routing.zones import FORWARDS
 from .stats import EndpointStats, NodeStats
 
-_GROUPS = {
-    "rejected_": ("prefixroute_datagrams_rejected", "Datagrams that could not be used.", "kind"),
-    "domain_mismatch_": ("prefixroute_domain_mismatches", "Peers refused, by the field that differs.", "field"),
-    "updates_": ("prefixroute_updates", "Updates by what became of them.", "verdict"),
-    "outcomes_": ("prefixroute_outcomes", "Reported outcomes.", "kind"),
-    "decisions_": ("prefixroute_decisions", "Decisions: local, or forward.", "target"),
+_LABELLED = {
+    "rejected": ("prefixroute_datagrams_rejected", "Datagrams that could not be used.", "kind"),
+    "domain_mismatch": ("prefixroute_domain_mismatches", "Peers refused, by the field that differs.", "field"),
+    "updates": ("prefixroute_updates", "Updates by what became of them.", "verdict"),
+    "outcomes": ("prefixroute_outcomes", "Reported outcomes.", "kind"),
+    "decisions": ("prefixroute_decisions", "Decisions: local, or forward.", "target"),
 }
-"""Counter prefix -> family name, help, label."""
+"""Name of a count that has a label -> family name, help, the label's name."""
+
+_ZONE_FORWARDS = "zone_forwards"
+_ZONE_WITHHELD = {f"zone_withheld_{rule}": rule for rule in FORWARDS}
+"""Counts of pairs of zones, labelled with the zone to; of those withheld, the rule by name of the count."""
 
 _ENDPOINT_GAUGES = {
     "blocks": "Canonical blocks known to be matchable.",
@@ -80,8 +86,9 @@ class _NodeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._node.stats(self._now)
-        yield from _counters(stats)
-        yield from _zones(stats)
+        counts = sorted(self._node.journal.counts.items(), key=lambda row: flat_name(*row[0]))
+        yield from _counters(stats.node, counts)
+        yield from _zones(stats, counts)
         yield from _predictions(stats)
         yield from _gauges(stats)
         yield from _tenants(stats)
@@ -98,37 +105,38 @@ def render(node: Node, now: float, queues: Mapping[str, FairQueue] | None = None
     return generate_latest(registry)
 
 
-def _counters(stats: NodeStats) -> Iterator[Metric]:
+_Counts: TypeAlias = list[tuple[tuple[str, str | None], int]]
+"""((name, label), count), by flat name."""
+
+
+def _counters(node: str, counts: _Counts) -> Iterator[Metric]:
+    """A family for each count without a label, and one for each group of labelled ones; zones have their own."""
     families: dict[str, CounterMetricFamily] = {}
-    for name, value in sorted(stats.counters.items()):
-        if name.startswith("zone_"):
-            continue
-        for prefix, (family, text, label) in _GROUPS.items():
-            if name.startswith(prefix):
-                metric = families.setdefault(family, CounterMetricFamily(family, text, labels=["node", label]))
-                metric.add_metric([stats.node, name[len(prefix) :]], value)
-                break
-        else:
-            family = f"prefixroute_{name}"
-            families[family] = CounterMetricFamily(family, name.replace("_", " ").capitalize() + ".", labels=["node"])
-            families[family].add_metric([stats.node], value)
+    for (name, label), value in counts:
+        if name in _LABELLED:
+            family, text, kind = _LABELLED[name]
+            metric = families.setdefault(family, CounterMetricFamily(family, text, labels=["node", kind]))
+            metric.add_metric([node, label or ""], value)
+        elif name != _ZONE_FORWARDS and name not in _ZONE_WITHHELD:
+            flat = flat_name(name, label)
+            family, text = f"prefixroute_{flat}", flat.replace("_", " ").capitalize() + "."
+            families[family] = CounterMetricFamily(family, text, labels=["node"])
+            families[family].add_metric([node], value)
     yield from families.values()
 
 
-def _zones(stats: NodeStats) -> Iterator[Metric]:
+def _zones(stats: NodeStats, counts: _Counts) -> Iterator[Metric]:
     """Forwards by pair of zones, those that a rule withheld, and the way to each peer; only what there is of each."""
     labels = ["node", "from", "to"]
     text = "Forwards that were tried, by the zones from and to."
     forwards = CounterMetricFamily("prefixroute_zone_forwards", text, labels=labels)
     text = "Prompts that might have been quicker in a zone from which a rule kept them."
     withheld = CounterMetricFamily("prefixroute_zone_withheld", text, labels=[*labels, "rule"])
-    for name, value in sorted(stats.counters.items()):
-        if name.startswith("zone_forwards_"):
-            forwards.add_metric([stats.node, stats.zone, name.removeprefix("zone_forwards_")], value)
-        for rule in FORWARDS:
-            if name.startswith(f"zone_withheld_{rule}_"):
-                to = name.removeprefix(f"zone_withheld_{rule}_")
-                withheld.add_metric([stats.node, stats.zone, to, rule], value)
+    for (name, to), value in counts:
+        if name == _ZONE_FORWARDS:
+            forwards.add_metric([stats.node, stats.zone, to or ""], value)
+        elif name in _ZONE_WITHHELD:
+            withheld.add_metric([stats.node, stats.zone, to or "", _ZONE_WITHHELD[name]], value)
     text = "Network round trip to a peer in seconds, as gossip measured it."
     rtt = GaugeMetricFamily("prefixroute_peer_rtt_seconds", text, labels=["node", "peer", "zone"])
     for way in stats.round_trips:

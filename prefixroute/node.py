@@ -18,7 +18,7 @@ on in slices. While something is left to do the timer is due at once, and `handl
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import partial
 from math import inf
@@ -30,6 +30,7 @@ from .events import (
     DEFAULT_NAMESPACE,
     ContentSpan,
     EngineBatch,
+    Journal,
     Namespace,
     NodeEvent,
     ResidencyChanged,
@@ -45,8 +46,9 @@ from .load import LoadReport
 from .policy.interface import Policy
 from .policy.rent_or_buy import RentOrBuy
 from .replication.copies import Copy
-from .replication.gossip import Datagram, Gossip
+from .replication.gossip import Gossip
 from .replication.members import MAX_HEARSAY
+from .replication.outbox import Datagram
 from .residency.mirror import Residency
 from .routing.decision import Decision, Outcome
 from .routing.explain import Explanation
@@ -59,9 +61,6 @@ from .stats import Digest, NodeStats, Tallies, round_trips, row_of
 
 SEND_BYTES = 16384
 """Of an answer so much is encoded at once, or one datagram that is larger: 2 ms."""
-
-MAX_EVENTS = 1024
-"""Node events kept for a caller that does not drain them; older ones go first."""
 
 
 class Node:
@@ -84,11 +83,11 @@ class Node:
         self.node = checked_name(node)
         self.domain = domain
         self.settings = settings or NodeSettings()
-        self.counters: Counter[str] = Counter()
+        self.journal = Journal()
+        """What this node tells and counts; a transport may count its own failures here."""
         self._spec = ChainSpec(domain.block_size, domain.mix)
         self._memo = ChainMemo(STRIDE * self._spec.block_bytes)
         self._root = domain.root_key(DEFAULT_NAMESPACE)
-        self._events: deque[NodeEvent] = deque(maxlen=MAX_EVENTS)
         self._locals: dict[str, LocalEndpoint] = {}
         self._now = now
         self._gossiped = False
@@ -102,17 +101,15 @@ class Node:
             self.settings.push_back.ttl_s,
             self.settings.max_in_flight,
             rng,
-            self._events.append,
-            self.counters,
+            self.journal,
             Hooks(self._learn, self._begun, self._ended),
-            Gate(self.settings.zone, self.settings.zones, self.counters) if self.settings.zone else None,
+            Gate(self.settings.zone, self.settings.zones, self.journal) if self.settings.zone else None,
         )
         self._index, self._fleet = self._router.index, self._router.fleet
         self._tallies = Tallies()
         self._upkeep = Upkeep(self._index)
-        self._gossip = Gossip(
-            node, domain, self.settings, rng, now, self._events.append, self.counters, self._index_replica
-        )
+        self._gossip = Gossip(node, domain, self.settings, rng, now, self.journal, self._index_replica)
+        self._members, self._tempo, self._outbox = self._gossip.members, self._gossip.tempo, self._gossip.outbox
         if secrets:
             self.set_secrets(secrets)
 
@@ -139,7 +136,7 @@ class Node:
             raise UsageError("incarnation must be an int in 1 .. 2**62; time.time_ns() will do")
         if len(url.encode()) > 256 or len(endpoint.encode()) > 80:
             raise UsageError("an endpoint's url has at most 256 bytes and its id at most 80")
-        copy = self._gossip.members.join(endpoint, incarnation, url, now)
+        copy = self._members.join(endpoint, incarnation, url, now)
         self._join(copy, now)
         held = partial(self._index.held, self._index.bit(endpoint))
         settings = self.settings
@@ -152,7 +149,7 @@ class Node:
         """Own an endpoint no longer: no work goes there any more, and peers hear that it has left."""
         local = self._local(endpoint)
         self._begin(now)
-        self._gossip.members.leave(endpoint, now)
+        self._members.leave(endpoint, now)
         del self._locals[endpoint]
         self._fleet.drop(endpoint)
         self._upkeep.retire(endpoint, map(wire_key, local.residency.published()))
@@ -169,13 +166,13 @@ class Node:
         if node == self.node:
             raise UsageError("a node is no peer of itself")
         self._begin(now)
-        self._gossip.members.add_peer(checked_name(node), address, now)
+        self._members.add_peer(checked_name(node), address, now)
         self._follow_copies(now)
 
     def remove_peer(self, node: str, now: float) -> None:
         """Stop gossiping with a node and forget its endpoints, whoever still speaks of them."""
         self._begin(now)
-        if self._gossip.members.remove_peer(node):
+        if self._members.remove_peer(node):
             self._follow_copies(now)
 
     def set_secrets(self, secrets: Sequence[bytes]) -> None:
@@ -184,7 +181,7 @@ class Node:
         So they are changed in three steps over the fleet: old and new, new and old, new alone. Keys and fingerprint
         stay those of the domain's own secret. Raises `UsageError` for none, more than four, or one that is too long.
         """
-        self._gossip.secrets = checked_secrets(secrets)
+        self._gossip.set_secrets(checked_secrets(secrets))
 
     # --- transport -----------------------------------------------------------------------------------------
 
@@ -196,7 +193,7 @@ class Node:
         else:
             # What is refused costs no more than its refusal.
             self._upkeep.go_on()
-        self._gossip.pack(SEND_BYTES)
+        self._outbox.pack(SEND_BYTES)
 
     def screen(self, data: bytes, source: Hashable, now: float) -> bool:
         """Whether a datagram has a right tag; others are counted and told here, so that a transport can drop them."""
@@ -204,18 +201,18 @@ class Node:
 
     def datagrams_to_send(self, now: float) -> list[Datagram]:
         """Return the datagrams to send now; each is returned once."""
-        return self._gossip.take_outbox()
+        return self._outbox.take()
 
     def next_timer(self) -> float:
         """Return the clock reading at which `handle_timer` wants to be called; one that is past asks for it at once."""
-        due_at = self._gossip.tempo.next_at
+        due_at = self._tempo.next_at
         return min(self._now, due_at) if self._behind() else due_at
 
     def handle_timer(self, now: float) -> None:
         """Do what is due: advertise, sweep, gossip; or a slice of what is left to do. O(endpoints)."""
         self._begin(now)
         # In turn, so that neither waits for ever where the timer is handled at its own pace.
-        if now < self._gossip.tempo.next_at or (self._gossiped and self._behind()):
+        if now < self._tempo.next_at or (self._gossiped and self._behind()):
             self._gossiped = False
             self._slice(now)
             return
@@ -232,9 +229,12 @@ class Node:
 
     def events(self) -> list[NodeEvent]:
         """Return and forget what there is to tell; at most `MAX_EVENTS` are kept."""
-        events = list(self._events)
-        self._events.clear()
-        return events
+        return self.journal.take_events()
+
+    @property
+    def counters(self) -> Counter[str]:
+        """Everything that this node has counted, by name; a copy. O(counters)."""
+        return self.journal.counters()
 
     # --- engine --------------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class Node:
             return
         self._took(endpoint, *local.apply(portion, now))
         self._now = now
-        self._gossip.tempo.stir(now)
+        self._tempo.stir(now)
         if local.residency.hit_unit not in (0, local.copy.advert.hit_unit):
             # The first event tells the engine's block; until then a match is rounded down to the canonical one.
             self._advertise(endpoint, now)
@@ -286,7 +286,7 @@ class Node:
         """Return what the endpoint advertises right now; fit to ride in a reply."""
         self._local(endpoint)
         self._advertise(endpoint, now)
-        return self._gossip.copies[endpoint].advert.report
+        return self._members.copies[endpoint].advert.report
 
     def residency(self, endpoint: str) -> Residency:
         """Return the mirror of a local endpoint's engine, to look at."""
@@ -354,12 +354,12 @@ class Node:
 
     def endpoint_url(self, endpoint: str) -> str:
         """Return an endpoint's service address, "" if it is not known."""
-        copy = self._gossip.copies.get(endpoint)
+        copy = self._members.copies.get(endpoint)
         return copy.url if copy is not None else ""
 
     def digests(self) -> dict[str, Digest]:
         """Return what this node holds of every endpoint, its own included, as it was published. O(endpoints)."""
-        copies = self._gossip.copies.values()
+        copies = self._members.copies.values()
         return {c.endpoint: Digest(c.incarnation, c.keys.version, c.keys.anchor_stride, c.keys.keys) for c in copies}
 
     def stats(self, now: float) -> NodeStats:
@@ -368,11 +368,18 @@ class Node:
             row_of(standing, self._locals.get(standing.name), bool(standing.bit & self._fleet.usable), now)
             for standing in self._fleet.standings.values()
         ]
-        peers = {peer.node: peer.state for peer in self._gossip.peers.values()}
+        peers = {peer.node: peer.state for peer in self._members.peers.values()}
         return NodeStats(
-            *(self.node, tuple(rows), peers, len(self._index), len(self._router.flights), dict(self.counters)),
+            *(
+                self.node,
+                tuple(rows),
+                peers,
+                len(self._index),
+                len(self._router.flights),
+                dict(self.journal.counters()),
+            ),
             zone=self.settings.zone,
-            round_trips=round_trips(self._gossip.peers.values(), self._gossip.copies.values()),
+            round_trips=round_trips(self._members.peers.values(), self._members.copies.values()),
             tenants=self._tallies.stats(),
         )
 
@@ -380,12 +387,12 @@ class Node:
 
     def _behind(self) -> bool:
         """Whether anything is left to do in slices."""
-        return self._upkeep.waiting or self._gossip.packing or any(local.backlog for local in self._locals.values())
+        return self._upkeep.waiting or self._outbox.packing or any(local.backlog for local in self._locals.values())
 
     def _slice(self, now: float) -> None:
         """Do a slice of what is left to do, of each kind."""
         self._upkeep.go_on()
-        self._gossip.pack(SEND_BYTES)
+        self._outbox.pack(SEND_BYTES)
         behind = next((name for name, local in self._locals.items() if local.backlog), None)
         if behind is not None:
             self._apply_next(behind, None, now)
@@ -408,7 +415,7 @@ class Node:
     def _begun(self, ticket: int, chain: TokenChain, standing: Standing, depth: int, now: float) -> None:
         """Peers that get such a prompt before the engine has told of this one are to know where it is."""
         if self._locals[standing.name].promise(ticket, chain, depth):
-            self._gossip.tempo.stir(now)
+            self._tempo.stir(now)
 
     def _ended(self, ticket: int, standing: Standing) -> None:
         local = self._locals.get(standing.name)
@@ -417,21 +424,23 @@ class Node:
 
     def _refuse_rank(self, endpoint: str, ours: int, theirs: int) -> None:
         """Two caches in one mirror would be a lie about both: say so, the first time."""
-        self.counters["batches_of_another_rank"] += 1
-        if self.counters["batches_of_another_rank"] == 1:
+        self.journal.count("batches_of_another_rank")
+        if self.journal.counts["batches_of_another_rank", None] == 1:
             reason = f"events of rank {theirs} came to the endpoint of rank {ours}: add an endpoint for each rank"
-            self._events.append(ResidencyChanged(endpoint, "mixed", reason))
+            self.journal.tell(ResidencyChanged(endpoint, "mixed", reason))
 
     def _took(self, endpoint: str, changes: Delta, told: list[NodeEvent], *, news_at: float | None = None) -> None:
         if changes.added or changes.removed:
             self._index.update(endpoint, changes.added, changes.removed)
             if news_at is not None:
-                self._gossip.tempo.stir(news_at)
-        self._events.extend(told)
+                self._tempo.stir(news_at)
+        for event in told:
+            self.journal.tell(event)
 
     def _advertise(self, endpoint: str, now: float) -> None:
         standing = self._fleet.standings[endpoint]
-        self._events.extend(self._locals[endpoint].advertise(standing, self._push_back_ttl_s, now))
+        for event in self._locals[endpoint].advertise(standing, self._push_back_ttl_s, now):
+            self.journal.tell(event)
 
     def _begin(self, now: float) -> None:
         """Begin a call that may do a slice of upkeep."""
@@ -440,7 +449,7 @@ class Node:
 
     def _index_replica(self, endpoint: str, added: Keys, removed: Keys) -> None:
         """Gossip changed a replica's keys."""
-        copy = self._gossip.copies.get(endpoint)
+        copy = self._members.copies.get(endpoint)
         if endpoint not in self._fleet.standings:
             assert copy is not None
             self._join(copy, self._now)
@@ -448,17 +457,17 @@ class Node:
 
     def _join(self, copy: Copy, now: float) -> None:
         self._index.join(copy.endpoint)
-        peer = self._gossip.peers.get(owner_of(copy.endpoint))
+        peer = self._members.peers.get(owner_of(copy.endpoint))
         self._fleet.add(Standing(copy, peer, self._index.bit(copy.endpoint), now), now)
 
     def _follow_copies(self, now: float) -> None:
         """Bring standings up to date with what gossip learnt: endpoints that came, went, or spoke."""
-        copies = self._gossip.copies
-        if self._gossip.members.take_lost():
+        copies = self._members.copies
+        if self._members.take_lost():
             for endpoint in [s.name for s in self._fleet.standings.values() if copies.get(s.name) is not s.copy]:
                 self._fleet.drop(endpoint)
                 self._upkeep.retire(endpoint)
-        for endpoint in sorted(self._gossip.take_touched()):
+        for endpoint in sorted(self._members.take_touched()):
             copy = copies.get(endpoint)
             if copy is None:
                 continue
@@ -466,7 +475,7 @@ class Node:
             if standing is None:
                 self._join(copy, now)
             else:
-                standing.peer = self._gossip.peers.get(owner_of(endpoint))
+                standing.peer = self._members.peers.get(owner_of(endpoint))
                 self._fleet.refresh(standing, now)
         self._upkeep.go_on()
 
@@ -478,10 +487,10 @@ class Node:
 
     def _check(self) -> None:
         """Assert that index, fleet, replicas and residencies agree. O(blocks)."""
-        assert set(self._fleet.standings) == set(self._gossip.copies)
+        assert set(self._fleet.standings) == set(self._members.copies)
         self._fleet._check()
         expected: dict[str, set[int]] = {}
-        for endpoint, copy in self._gossip.copies.items():
+        for endpoint, copy in self._members.copies.items():
             copy.keys._check()
             if copy.mine:
                 residency = self._locals[endpoint].residency

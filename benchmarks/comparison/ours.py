@@ -111,7 +111,7 @@ class Floors:
 def node_keys(prompts: Sequence[list[int]]) -> set[int]:
     """The wire keys of all blocks of prompts."""
     chains = [TokenChain(SPEC, ROOT, tokens) for tokens in prompts]
-    return {chain.wire(depth) for chain in chains for depth in range(1, chain.depth + 1)}
+    return {wire_key(chain.key(depth)) for chain in chains for depth in range(1, chain.depth + 1)}
 
 
 class OursChurn:

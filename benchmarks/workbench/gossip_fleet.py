@@ -15,6 +15,7 @@ from collections import Counter, deque
 import numpy as np
 
 from prefixroute import Domain
+from prefixroute.events import Journal
 from prefixroute.keys.keyset import Delta
 from prefixroute.keys.rice import encode_sorted
 from prefixroute.replication.gossip import Gossip
@@ -59,10 +60,9 @@ class Fleet:
 
     def add(self, name: str, keys: int, incarnation: int = 1_700_000_000_000_000_000) -> None:
         """Let a node in, with an endpoint of random keys if any; or again, with nothing left of its former life."""
-        quiet: Counter[str] = Counter()
         rng = random.Random(self._rng.random())
         start = self.now + self._rng.random() * self._settings.interval_s
-        gossip = Gossip(name, DOMAIN, self._settings, rng, start, lambda _: None, quiet, lambda *_: None)
+        gossip = Gossip(name, DOMAIN, self._settings, rng, start, Journal(), lambda *_: None)
         for other in self.gossips.keys() - {name}:
             gossip.members.add_peer(other, other, self.now)
             self.gossips[other].members.add_peer(name, name, self.now)
@@ -87,7 +87,7 @@ class Fleet:
         """Go on with other settings, in every node, another loss, and another rate of change."""
         self._settings, self._loss, self._rate = settings, loss, rate
         for name, gossip in self.gossips.items():
-            gossip.settings = settings
+            gossip.settings = gossip.outbox.settings = settings
             self._churned[name] = self.now
 
     def fill(self, nodes: int, keys: int) -> None:
@@ -102,7 +102,7 @@ class Fleet:
 
     def owned(self, name: str) -> OwnedSet:
         """A node's own set."""
-        keys = self.gossips[name].copies[f"{name}/0"].keys
+        keys = self.gossips[name].members.copies[f"{name}/0"].keys
         assert isinstance(keys, OwnedSet)
         return keys
 
@@ -139,7 +139,7 @@ class Fleet:
 
     def lag(self, name: str, owner: str) -> float:
         """The age of the first published version that a node's replica lacks, 0 if it lacks none."""
-        copy = self.gossips[name].copies.get(f"{owner}/0")
+        copy = self.gossips[name].members.copies.get(f"{owner}/0")
         version = copy.keys.version if copy is not None else 0
         times = self.published[owner]
         return self.now - times[version] if version < len(times) else 0.0
@@ -175,8 +175,8 @@ class Fleet:
         return keys
 
     def _collect(self, name: str, gossip: Gossip) -> None:
-        gossip.pack()
-        for address, data in gossip.take_outbox():
+        gossip.outbox.pack()
+        for address, data in gossip.outbox.take():
             to = str(address)
             if self.counting:
                 self.sent["messages"] += 1
@@ -203,5 +203,5 @@ def step_bytes(keys: OwnedSet) -> int:
     """What the codes of the last step of a set take."""
     change = keys.change(keys.version - 1, keys.version)
     assert change is not None and change.base is not None
-    ranks = change.base().ranks(change.removed).astype(np.uint64)
-    return len(encode_sorted(change.added, KEY_LIMIT)) + len(encode_sorted(ranks, change.n_base))
+    ranks = change.base().ranks(change.delta.removed).astype(np.uint64)
+    return len(encode_sorted(change.delta.added, KEY_LIMIT)) + len(encode_sorted(ranks, change.n_base))

@@ -26,7 +26,7 @@ from ..events import (
     StreamGap,
     StreamRestarted,
 )
-from ..keys.chain import TokenChain
+from ..keys.chain import TokenChain, reusable_depth
 from ..keys.domain import Domain
 from ..keys.keyset import Delta
 from ..load import Advert, LoadReport, PushBackSettings, PushBackState, learnt
@@ -164,9 +164,7 @@ class LocalEndpoint:
 
         An engine keeps whole units of what it computes.
         """
-        size = self.domain.block_size
-        unit = self.residency.hit_unit or self.unit or size
-        whole = (chain.n_tokens - chain.n_tokens % unit) // size
+        whole = reusable_depth(chain.n_tokens, self.residency.hit_unit or self.unit, self.domain.block_size)
         if whole <= depth:
             return False
         self.publisher.promise(ticket, Promise(chain, depth, whole))

@@ -56,6 +56,11 @@ def wire_key(key: int) -> int:
     return key >> 16
 
 
+def reusable_depth(n_tokens: int, unit_tokens: int, block_tokens: int) -> int:
+    """Return how many blocks of a prompt an engine keeps if it keeps whole units only; `unit_tokens` 0 is a block."""
+    return (n_tokens - n_tokens % (unit_tokens or block_tokens)) // block_tokens
+
+
 def content_digest(content_id: str, offset: int) -> bytes:
     """Return the 32 bytes that stand in the chain for an item starting `offset` tokens into its block."""
     return blake2b(
@@ -127,7 +132,7 @@ class TokenChain:
 
     `depth` is the number of full blocks. Make it with `Node.chain`. `key(1)` packs only the first block, so a
     prompt that nobody holds costs about a microsecond; any other depth costs one hash of at most 32 blocks and the
-    boundaries below it, each hashed once. A list is read when its tokens are first needed: leave it as it is.
+    boundaries below it, each hashed once. A list is read when its tokens are first needed, so it must not change.
     """
 
     __slots__ = (
@@ -206,7 +211,7 @@ class TokenChain:
         return xxh3_64_intdigest(packed[stride * STRIDE * width : depth * width], bounds[stride] ^ self._mix)
 
     def _bound(self, stride: int) -> None:
-        """Hash the stride ends up to `stride`: 0.3 us each."""
+        """Hash the keys at the strides up to `stride`: 0.3 us each."""
         bounds, mix = self._bounds, self._mix
         if self._extras:
             while len(bounds) <= stride:
@@ -224,18 +229,15 @@ class TokenChain:
             bounds.append(key)
 
     def remember(self) -> None:
-        """Leave the stride ends to the next turn of the conversation, if the chain was made with a memo.
+        """Keep the keys at the strides for the next turn of the conversation, if the chain was made with a memo.
 
-        O(tokens) where they were not asked for: a prompt that nobody held. One that was not even packed is left out.
+        O(tokens) where they were not asked for, as for a prompt that nobody held. A prompt that was not even packed is
+        left out.
         """
         if self._memo is None or self._packed is None or self._extras or self.depth < SPAN * STRIDE:
             return
         self._bound(self.depth // STRIDE)
         self._memo.keep(self._bounds, self._packed)
-
-    def wire(self, depth: int) -> int:
-        """Return the wire key of the first `depth` blocks."""
-        return wire_key(self.key(depth))
 
     def shared(self, other: TokenChain) -> int:
         """Return how many leading blocks two prompts of one domain share. O(log depth) keys of each."""
@@ -334,4 +336,4 @@ class ChainCursor:
 
 
 ANCHOR_STRIDES = (1, 2, 4, 8, 16, 32)
-"""Powers of two that divide the chain's stride: anchors of any two endpoints meet at the deeper one's depths."""
+"""Powers of two that divide the chain's stride, so that of any two strides the larger one's anchors are both's."""

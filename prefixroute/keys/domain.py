@@ -3,7 +3,7 @@
 Rules:
 1. A domain's fingerprint travels in every datagram; its readable fields travel on first contact, so that a
    mismatch can name the field that differs.
-2. Root keys are keyed with the cluster secret: who lacks it can neither compute nor forge a key.
+2. Root keys are keyed with the cluster secret: nobody without it can compute or forge a key.
 3. Two namespaces share nothing.
 """
 
@@ -24,14 +24,14 @@ MAX_SECRET_BYTES = 64
 """BLAKE2b's own limit for a key."""
 
 MAX_SECRETS = 4
-"""Secrets that are good at one time: what is forged is held against each."""
+"""Secrets that are good at one time: a forged datagram costs a check against each of them."""
 
 MAX_FIELD_CHARS = 256
 """Bound of a readable field, so that a peer's domain fits a datagram."""
 
 
 def keyed_digest(secret: bytes, purpose: str, *parts: bytes, size: int = 8) -> bytes:
-    """Keyed BLAKE2b of length-prefixed parts; `purpose` separates the uses of one secret. O(bytes)."""
+    """Return the keyed BLAKE2b of length-prefixed parts; `purpose` separates the uses of one secret. O(bytes)."""
     state = blake2b(digest_size=size, key=secret, person=purpose.encode()[:16])
     for part in parts:
         state.update(len(part).to_bytes(4, "little"))
@@ -40,7 +40,7 @@ def keyed_digest(secret: bytes, purpose: str, *parts: bytes, size: int = 8) -> b
 
 
 def checked_secrets(secrets: Sequence[bytes]) -> tuple[bytes, ...]:
-    """Return secrets that authenticate, the first of which signs. Raises `UsageError` when they cannot be used."""
+    """Return the secrets, of which each authenticates and the first signs. Raises `UsageError` for unusable ones."""
     if isinstance(secrets, (str, bytes)) or not 0 < len(secrets) <= MAX_SECRETS:
         raise UsageError(f"secrets must be a list of 1 to {MAX_SECRETS}, the one that signs first")
     for secret in secrets:
@@ -82,7 +82,7 @@ class Domain:
             raise UsageError(f"Domain.secret must be at most {MAX_SECRET_BYTES} bytes; pass a hash of a longer one")
 
     def fields(self) -> dict[str, str]:
-        """Readable fields in a fixed order; the secret appears only as a keyed digest of nothing."""
+        """Return the readable fields in a fixed order; the secret appears only as a MAC over the empty message."""
         return {
             "model": self.model,
             "tokenizer": self.tokenizer,
@@ -94,7 +94,7 @@ class Domain:
 
     @property
     def fingerprint(self) -> bytes:
-        """Eight bytes that are equal for two domains exactly when (but for 2**-64) all fields are."""
+        """Eight bytes that two domains share exactly when all their fields are equal, but for a chance of 2**-64."""
         return _fingerprint(self)
 
     @property
@@ -103,7 +103,7 @@ class Domain:
         return int.from_bytes(keyed_digest(self.secret, "chain-mix"), "little")
 
     def root_key(self, namespace: Namespace) -> int:
-        """Key of depth 0 of a namespace: keyed BLAKE2b over (domain, namespace). Memoised."""
+        """Return a namespace's key of depth 0: keyed BLAKE2b over (domain, namespace). Memoised."""
         return _root_key(self, namespace)
 
 

@@ -1,6 +1,12 @@
-"""Names of nodes, endpoints and zones: how they are made, and which are refused.
+"""Names of nodes, endpoints, zones and tenants: how they are made, and which are refused.
 
 An endpoint is named "node/name", so neither part has a slash.
+
+| name | bound | why |
+|---|---|---|
+| node, and endpoint within its node | 1 to 40 characters, no slash | both travel in every vector entry |
+| zone | at most 40 bytes, not "*" | it travels in snapshots; "*" stands for all other zones in rules |
+| tenant, and group of tenants | at most 128 characters | they are labels of metrics, and travel in a header |
 """
 
 from __future__ import annotations
@@ -10,10 +16,11 @@ from typing import Final
 from ..errors import UsageError
 
 ANY: Final = "*"
-"""In a rule: every zone that no other rule names. So it is no zone's label."""
+"""In a rule: every zone that no other rule names."""
 
 MAX_NAME_CHARACTERS: Final = 40
 MAX_ZONE_BYTES: Final = 40
+MAX_TENANT_CHARACTERS: Final = 128
 
 
 def owner_of(endpoint: str) -> str:
@@ -38,3 +45,10 @@ def checked_zone(zone: str) -> str:
     if not fits:
         raise UsageError(f"a zone is a label of at most {MAX_ZONE_BYTES} bytes, and not {ANY!r}; got {zone!r}")
     return zone
+
+
+def checked_tenant(name: str) -> str:
+    """Return the name of a tenant or a group. Raises `UsageError` for one that cannot be; "" is no name, but can be."""
+    if not isinstance(name, str) or len(name) > MAX_TENANT_CHARACTERS:
+        raise UsageError(f"a tenant's name is a text of at most {MAX_TENANT_CHARACTERS} characters")
+    return name

@@ -1,14 +1,14 @@
 """Who may share a cached prefix with whom: a tenant's name becomes a namespace.
 
 Rules:
-1. A tenant is alone unless a group is declared. Sharing is said by name, never found out.
+1. A tenant is alone unless a group is declared: sharing is only ever declared by name, never inferred.
 2. A tenant is in one group at most, and shares with that group only. The group ``"*"`` is everybody who is in no other
-   group, unknown tenants and the nameless included; it has to be declared, with no members: `{"*": ()}`.
-3. Salts are keyed with the domain's secret, and the kinds of their owners are kept apart: nobody guesses one from a
-   name, and a group that is called as a tenant is has another salt.
-4. What a client adds can only narrow: it is hashed together with its own tenant's name, so that even the members of one
-   group do not meet under it.
-5. Who calls is the trusted caller's word. This file believes it.
+   group, unknown tenants and requests without a tenant included. It must be declared without members: `{"*": ()}`.
+3. Salts are keyed with the domain's secret, so nobody can guess one from a name. Salts of tenants and of groups are of
+   different kinds: a group and a tenant of the same name have different salts.
+4. A client's own salt can only narrow: it is hashed together with its tenant's name, so that even the members of one
+   group do not share under it.
+5. Which tenant a request is of is the trusted caller's word. This file believes it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from functools import lru_cache
 from ..errors import UsageError
 from ..events import Namespace
 from .domain import Domain, keyed_digest
-
-MAX_NAME_CHARS = 128
-"""Of a tenant's or group's name: they are labels of metrics, and travel in a header."""
+from .names import checked_tenant
 
 EVERYBODY = "*"
-"""The group of all who are in no other one, where it is declared."""
+"""The group of all tenants that are in no other group, where it is declared."""
 
 _SALT_BYTES = 16
 _MEMO = 4096
-# Each is BLAKE2b's `person`: salts of two kinds never meet, whatever the names.
+# BLAKE2b's `person`: salts of two kinds never collide, whatever the names.
 _OF_TENANT, _OF_GROUP, _NARROWED = "tenant-salt", "group-salt", "narrowed-salt"
 
 
@@ -36,9 +34,9 @@ class Tenants:
     """Turns tenants into namespaces, alike on every node of a domain.
 
     `groups` maps a group's name to the tenants that share within it. A tenant that is in no group, known or not, is on
-    its own; "" stands for requests that name no tenant, together one tenant more. Raises `UsageError` for a domain
-    without a secret, since its salts could be computed by anybody, for a tenant in two groups, and for names that are
-    empty or longer than `MAX_NAME_CHARS`.
+    its own; "" stands for requests that name no tenant, which together are one more tenant. Raises `UsageError` for a
+    domain without a secret, since its salts could be computed by anybody, for a tenant in two groups, and for names
+    that are empty or longer than `MAX_TENANT_CHARACTERS`.
     """
 
     def __init__(self, domain: Domain, groups: Mapping[str, Iterable[str]] | None = None) -> None:
@@ -54,13 +52,13 @@ class Tenants:
     def _declare(self, group: str, members: Iterable[str]) -> None:
         if isinstance(members, str):
             raise UsageError(f"the group {group!r} needs a list of tenants, not one text")
-        listed = [checked_name(tenant) for tenant in members]
+        listed = [checked_tenant(tenant) for tenant in members]
         if group == EVERYBODY:
             if listed:
                 raise UsageError(f"the group {EVERYBODY!r} has no list: it is everybody who is in no other group")
             self._shared = True
             return
-        if not checked_name(group):
+        if not checked_tenant(group):
             raise UsageError("a group needs a name")
         for tenant in listed:
             if not tenant:
@@ -81,21 +79,14 @@ class Tenants:
         """
         if not salt:
             return Namespace(lora, self._own(tenant))
-        # A client's texts are remembered by nobody.
-        return Namespace(lora, self._hex(_NARROWED, checked_name(tenant), salt))
+        # Not memoised: a client could fill the memo with texts of its own.
+        return Namespace(lora, self._hex(_NARROWED, checked_tenant(tenant), salt))
 
     def _derive(self, tenant: str) -> str:
-        group = self.group(checked_name(tenant))
+        group = self.group(checked_tenant(tenant))
         return self._hex(_OF_GROUP, group) if group else self._hex(_OF_TENANT, tenant)
 
     def _hex(self, purpose: str, *parts: str) -> str:
         # A header's or an engine's words may hold half a surrogate pair.
         words = (part.encode("utf-8", "surrogatepass") for part in parts)
         return keyed_digest(self._domain.secret, purpose, self._domain.fingerprint, *words, size=_SALT_BYTES).hex()
-
-
-def checked_name(name: str) -> str:
-    """Return a tenant's name as it is. Raises `UsageError` for one that cannot be used."""
-    if not isinstance(name, str) or len(name) > MAX_NAME_CHARS:
-        raise UsageError(f"a tenant's name is a text of at most {MAX_NAME_CHARS} characters")
-    return name

@@ -1,8 +1,8 @@
 """The acceptance table which says which change applies to which copy.
 
-An endpoint's set is written by its owner only, so the pair (incarnation, version) orders all its states. It only
-grows, in lexicographic order; every loss, repetition, reordering and restart is one question: does this change apply
-to the pair that I hold? The answer is the table below, and it is the same for every order of arrival.
+An endpoint's set is written by its owner only, so the pair (incarnation, version) orders all its states. The pair of a
+copy only grows, in lexicographic order. So every loss, repetition, reordering and restart is one question: does this
+change apply to the pair that the copy has? The table answers it, and the result is the same for every order of arrival.
 
 | life    | reach   | snapshot  | delta                       |
 |---------|---------|-----------|-----------------------------|
@@ -14,20 +14,20 @@ to the pair that I hold? The answer is the table below, and it is the same for e
 | same    | overlap | replace   | want the delta since mine   |
 | same    | ahead   | replace   | want the delta since mine   |
 
-*life* compares incarnations (held against arriving), *reach* the change's versions with the held one v: past, to <= v;
-next, from = v; overlap, from < v < to; ahead, from > v. After a change its checksum is compared; when it differs the
-copy is discarded and a snapshot wanted.
+*life* compares the arriving incarnation with the copy's. *reach* compares the change's versions, from and to, with the
+copy's version v: past, to <= v; next, from = v; overlap, from < v < to; ahead, from > v. After a change the checksums
+are compared; when they differ the copy is discarded, and a snapshot is wanted.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-from .writer_set import _DELTA, _SNAPSHOT
+_SNAPSHOT, _DELTA = True, False
 
 
 class Life(Enum):
-    """How the arriving incarnation compares with the held one."""
+    """How the arriving incarnation compares with the copy's."""
 
     NOTHING = "nothing"
     OLDER = "older"
@@ -36,7 +36,7 @@ class Life(Enum):
 
 
 class Reach(Enum):
-    """How a change's versions compare with the held version."""
+    """How a change's versions compare with the copy's."""
 
     PAST = "past"
     NEXT = "next"
@@ -45,7 +45,7 @@ class Reach(Enum):
 
 
 class Verdict(Enum):
-    """What becomes of a change. Anything but apply and replace is normal too, and only counted."""
+    """What becomes of a change. All of them are normal; those that are not applied are only counted."""
 
     DROP = "drop"
     DUPLICATE = "duplicate"

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import DecodeError
-from ..keys.keyset import NO_KEYS, Difference, Keys, checksum, difference
+from ..keys.keyset import NO_CHANGE, NO_KEYS, KeyDelta, Keys, checksum, within
 from ..keys.rice import decode_sorted
-from .sending import _between
 from .wire import KEY_LIMIT, MAX_MISSING, Update
 from .writer_set import Change
 
@@ -28,8 +27,8 @@ PART_KEYS = 48
 """A part's arrays take as much as so many keys."""
 
 
-def decode_keys(update: Update, held: Keys) -> tuple[Keys, Keys]:
-    """Return the keys that an update adds and removes; `held` is what the receiver holds at its version `since`.
+def decode_keys(update: Update, held: Keys) -> KeyDelta:
+    """Return what an update adds and removes; `held` is what the receiver holds at its version `since`.
 
     Raises `DecodeError` of kind ``keys``.
     """
@@ -38,36 +37,36 @@ def decode_keys(update: Update, held: Keys) -> tuple[Keys, Keys]:
         raise DecodeError("keys", "an update of an empty range")
     added = decode_sorted(update.added, upper - lower) + np.uint64(lower)
     if not update.removed:
-        return added, NO_KEYS
-    inside = _between(held, lower, upper) if update.since else NO_KEYS
-    return added, inside[decode_sorted(update.removed, len(inside)).astype(np.int64)]
+        return KeyDelta(added, NO_KEYS)
+    inside = within(held, lower, upper) if update.since else NO_KEYS
+    return KeyDelta(added, inside[decode_sorted(update.removed, len(inside)).astype(np.int64)])
 
 
 class Arrival(NamedTuple):
-    """A change that has come whole. `step` is what a snapshot makes of `base`, compared part by part as they came.
+    """A change that has arrived whole.
 
-    `total` is the checksum of a snapshot's keys, None where it was not summed up.
+    Of a snapshot, `step` is what it changes in `base`, compared part by part as the parts came, and `total` is the
+    checksum of its keys. Both are None where that was not computed.
     """
 
     change: Change
-    base: Keys
-    step: Difference | None
+    base: Keys = NO_KEYS
+    step: KeyDelta | None = None
     total: int | None = None
 
-    def step_from(self, held: Keys) -> Difference:
-        """Return what the snapshot adds to, and removes from, what is held."""
+    def step_from(self, held: Keys) -> KeyDelta:
+        """Return what the snapshot changes in `held`."""
         if self.step is not None and self.base is held:
             return self.step
-        return difference(self.change.added, held)
+        return KeyDelta.between(held, self.change.delta.added)
 
 
 class _Part(NamedTuple):
-    """The keys of one range up to `upper`; of a snapshot, what it differs in from what was held, too."""
+    """The keys of one range up to `upper`; of a snapshot also the step from what the receiver held in that range."""
 
     upper: int
-    added: Keys
-    removed: Keys
-    step: Difference
+    delta: KeyDelta
+    step: KeyDelta
 
 
 class Assembly:
@@ -96,13 +95,13 @@ class Assembly:
         self.anchor_stride = update.anchor_stride
         self.touched_at = now
         self.size = 0
-        """Keys that have come, each part counted for `PART_KEYS` at least: what it takes to keep them."""
+        """Keys that have come; each part counts as `PART_KEYS` at least, since that is what it takes to keep it."""
         self._covered = 0
-        # Disjoint ranges: their lower ends in order, and by lower end.
+        # Disjoint ranges: their lower bounds in order, and the parts by lower bound.
         self._lowers: list[int] = []
         self._parts: dict[int, _Part] = {}
         self._base: Keys | None = NO_KEYS
-        """What the parts of a snapshot were compared with; None when that was not one set."""
+        """The set that the parts of a snapshot were compared with; None when it changed between two parts."""
         self._total = 0
 
     def is_of(self, update: Update) -> bool:
@@ -110,9 +109,7 @@ class Assembly:
         mine = (self.incarnation, self.since, self.version)
         return mine == (update.incarnation, update.since, update.version)
 
-    def offer(
-        self, lower: int, upper: int, added: Keys, removed: Keys, now: float, held: Keys = NO_KEYS
-    ) -> Arrival | None:
+    def offer(self, lower: int, upper: int, delta: KeyDelta, now: float, held: Keys = NO_KEYS) -> Arrival | None:
         """Take what is new in a part; return the whole change once it is there. O(part), and O(keys) copied at last.
 
         `held` is what the receiver holds now.
@@ -122,33 +119,32 @@ class Assembly:
         elif self._base is not held:
             self._base = None
         for start, end in list(self._missing(lower, upper)):
-            part = self._part(start, end, added, removed)
+            part = self._part(start, end, delta)
             self._parts[start] = part
             insort(self._lowers, start)
             self._covered += end - start
-            self.size += max(PART_KEYS, len(part.added) + len(part.removed))
+            self.size += max(PART_KEYS, part.delta.size)
             self.touched_at = now
         if self._covered < KEY_LIMIT:
             return None
         parts = [self._parts[start] for start in self._lowers]
-        adds, removes = _joined([part.added for part in parts]), _joined([part.removed for part in parts])
-        change = Change(self.since, self.version, adds, removes, self.checksum, self.anchor_stride)
+        whole = _joined([part.delta for part in parts])
+        change = Change(self.since, self.version, whole, self.checksum, self.anchor_stride)
         if self.since:
-            return Arrival(change, NO_KEYS, None)
+            return Arrival(change)
         total = self._total % 2**64
         if self._base is None:
-            return Arrival(change, NO_KEYS, None, total)
-        gained, lost = _joined([part.step.left for part in parts]), _joined([part.step.right for part in parts])
-        return Arrival(change, self._base, Difference(gained, lost), total)
+            return Arrival(change, total=total)
+        return Arrival(change, self._base, _joined([part.step for part in parts]), total)
 
-    def _part(self, lower: int, upper: int, added: Keys, removed: Keys) -> _Part:
-        added, removed = _between(added, lower, upper), _between(removed, lower, upper)
+    def _part(self, lower: int, upper: int, delta: KeyDelta) -> _Part:
+        delta = delta.within(lower, upper)
         if self.since:
-            return _Part(upper, added, removed, _NO_STEP)
-        self._total += checksum(added)
+            return _Part(upper, delta, NO_CHANGE)
+        self._total += checksum(delta.added)
         if self._base is None:
-            return _Part(upper, added, removed, _NO_STEP)
-        return _Part(upper, added, removed, difference(added, _between(self._base, lower, upper)))
+            return _Part(upper, delta, NO_CHANGE)
+        return _Part(upper, delta, KeyDelta.between(within(self._base, lower, upper), delta.added))
 
     def missing(self, limit: int = MAX_MISSING) -> list[tuple[int, int]]:
         """Return the first `limit` ranges of which nothing has come."""
@@ -167,8 +163,7 @@ class Assembly:
             i += 1
 
 
-def _joined(arrays: list[Keys]) -> Keys:
-    return np.concatenate([keys for keys in arrays if len(keys)] or [NO_KEYS])
-
-
-_NO_STEP = Difference(NO_KEYS, NO_KEYS)
+def _joined(deltas: list[KeyDelta]) -> KeyDelta:
+    """The changes of disjoint ascending ranges as one."""
+    sides = ([delta.added for delta in deltas], [delta.removed for delta in deltas])
+    return KeyDelta(*(np.concatenate([keys for keys in side if len(keys)] or [NO_KEYS]) for side in sides))

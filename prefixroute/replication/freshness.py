@@ -1,7 +1,7 @@
-"""Whether a good datagram is new: lives, sequences, and proofs that a life is there now. No clocks in common.
+"""Whether an authentic datagram is new: lives, sequences, and proofs that a life is there now. No clocks in common.
 
-Each run of a node has a *life*, a number by chance, and numbers its datagrams. A datagram names its sender's life, its
-number, and the life of the receiver that it was made for.
+Each run of a node has a *life*, a random number, and numbers its datagrams. A datagram names its sender's life, its
+number, and the life of the receiver that it was made for. (An endpoint has no life: its runs are *incarnations*.)
 
 | sender's life  | made for this life, or an answer  | number       | verdict   | then                            |
 |----------------|-----------------------------------|--------------|-----------|---------------------------------|
@@ -11,14 +11,13 @@ number, and the life of the receiver that it was made for.
 | any other      | a SYN                             | any          | challenge | it is kept, and a nonce is sent |
 | any other      | a SYN-ACK or an ACK               | any          | stale     | dropped                         |
 
-Who echoes the nonce of a challenge in an ACK proves its life, and its SYN is taken then. So the first contact of two
-lives takes one round trip more, and no later one.
+A node that echoes the nonce of a challenge in an ACK proves its life, and its SYN is taken then. So the first contact
+of two lives takes one round trip more, and no later contact does.
 
 Rules:
-1. A recording cannot answer a nonce, since nonces are made by chance and for one use. So it proves no life, and of a
-   proved life it repeats numbers.
-2. What is said without proof changes nothing, and is answered by one datagram that is shorter than itself or hardly
-   longer.
+1. A recording cannot answer a nonce, since nonces are random and used once. So a recording of another life proves
+   nothing, and a recording of the proved life repeats numbers.
+2. A datagram without proof changes nothing. It is answered by at most one datagram, which is hardly longer than itself.
 3. What waits for a proof is bounded in bytes and in time.
 """
 
@@ -30,19 +29,18 @@ from typing import NamedTuple
 
 from cachetools import LRUCache
 
-from .copies import Peer
+from .copies import Peer, ReplayWindow
 from .gossip_settings import GossipSettings
-from .replay_window import ReplayWindow
 from .wire import Kind, Message, Stamp
 
 MAX_WAITING_BYTES = 1 << 20
-"""Of datagrams that wait for a proof."""
+"""Bound of the datagrams that wait for a proof."""
 
 WAITING_OVERHEAD = 256
 
 
-class Verdict(Enum):
-    """What becomes of a datagram."""
+class Novelty(Enum):
+    """Whether a datagram is new, as the table says. The word of each but `FRESH` is a counter's."""
 
     FRESH = "fresh"
     REPEATED = "repeated"
@@ -60,7 +58,7 @@ class Waiting(NamedTuple):
 
 
 class Freshness:
-    """One node's life, and what it knows of the others'. `seed` is to be another one in each run."""
+    """One node's life, and what it knows of the lives of others. `seed` must differ in each run."""
 
     def __init__(self, node: str, settings: GossipSettings, seed: bytes) -> None:
         self._key = blake2b(seed, digest_size=32, key=node.encode()[:64], person=b"life").digest()
@@ -73,7 +71,7 @@ class Freshness:
         self._waiting: LRUCache[tuple[str, int], Waiting] = LRUCache(MAX_WAITING_BYTES, getsizeof=_kept_bytes)
 
     def stamp(self, life: int) -> Stamp:
-        """Return what the next datagram says of itself, made for a receiver's `life`, 0 if it is not known."""
+        """Return the stamp of the next datagram, made for a receiver's `life`, 0 if that is not known."""
         self._sent += 1
         return Stamp(self.life, self._sent, life)
 
@@ -82,54 +80,58 @@ class Freshness:
         self._nonces += 1
         return self._number(self._nonces)
 
-    def judge(self, peer: Peer | None, kind: Kind, message: Message, now: float) -> tuple[Verdict, Waiting | None]:
-        """Judge a datagram of a good tag; with a proof comes what had waited for it. A life that is proved is kept."""
+    def judge(self, peer: Peer | None, kind: Kind, message: Message, now: float) -> tuple[Novelty, Waiting | None]:
+        """Judge an authentic datagram, and keep the life that an echo proves.
+
+        A datagram that proves its life by a challenge's nonce comes with the SYN that waited for the proof.
+        """
         if not self._size:
             if peer is not None:
                 peer.life = message.life or peer.life
-            return Verdict.FRESH, None
+            return Novelty.FRESH, None
         if peer is not None and message.life == peer.life != 0 and message.to == self.life:
-            return (Verdict.FRESH if self.window(peer).take(message.sequence) else Verdict.REPEATED), None
+            return (Novelty.FRESH if self._taken(peer).take(message.sequence) else Novelty.REPEATED), None
         if not message.life or not message.sequence:
-            return Verdict.STALE, None
+            return Novelty.STALE, None
         if peer is not None and kind is Kind.SYN_ACK and message.echo in peer.probes:
             self.prove(peer, message)
-            return Verdict.FRESH, None
+            return Novelty.FRESH, None
         waiting = self._waiting.get((message.sender, message.life))
         proves = kind is Kind.ACK and waiting is not None and message.echo == waiting.nonce
         if proves and waiting is not None and now - waiting.at <= self._patience_s:
-            return Verdict.FRESH, waiting
-        return (Verdict.CHALLENGE if kind is Kind.SYN else Verdict.STALE), None
+            return Novelty.FRESH, waiting
+        return (Novelty.CHALLENGE if kind is Kind.SYN else Novelty.STALE), None
 
     def contact_of(self, message: Message) -> str:
         """Return the contact in what waits for a proof of this life, "" if nothing does."""
         waiting = self._waiting.get((message.sender, message.life))
         return waiting.message.contact if waiting is not None else ""
 
-    def window(self, peer: Peer) -> ReplayWindow:
-        """Return the window of a peer's proved life."""
-        if peer.window is None:
-            peer.window = ReplayWindow(self._size)
-        return peer.window
-
     def prove(self, peer: Peer, *messages: Message) -> None:
-        """Take the life of these messages for the peer's, and their numbers for taken."""
-        self._waiting.pop((peer.node, messages[-1].life), None)
-        if peer.life != messages[-1].life or peer.window is None:
-            peer.life, peer.window = messages[-1].life, ReplayWindow(self._size)
+        """Note that the life of these messages is the peer's, and that their numbers are taken."""
+        life = messages[-1].life
+        self._waiting.pop((peer.node, life), None)
+        if peer.life != life:
+            peer.life, peer.taken = life, None
         for message in messages:
-            peer.window.take(message.sequence)
+            self._taken(peer).take(message.sequence)
 
     def challenge(self, message: Message, size: int, now: float) -> Message:
         """Keep a SYN of `size` bytes until its sender's life is proved; return the head of the answer."""
         key = (message.sender, message.life)
         known = self._waiting.get(key)
-        # One nonce for one life, or whoever plays back another SYN of it would keep it from its proof.
+        # One nonce for one life: else whoever plays back another SYN of that life would keep it from its proof.
         again = known is not None and now - known.at <= self._patience_s
         nonce = known.nonce if known is not None and again else self.nonce()
         if size + WAITING_OVERHEAD <= MAX_WAITING_BYTES:
             self._waiting[key] = Waiting(message, nonce, now, size)
         return Message("", nonce, message.nonce)
+
+    def _taken(self, peer: Peer) -> ReplayWindow:
+        """The numbers of a peer's proved life that were taken."""
+        if peer.taken is None:
+            peer.taken = ReplayWindow(self._size)
+        return peer.taken
 
     def _number(self, n: int) -> int:
         drawn = blake2b(n.to_bytes(8, "little"), digest_size=8, key=self._key).digest()

@@ -1,64 +1,55 @@
-"""Anti-entropy: exchanges, vectors and budgets. Bytes come in and go out; nobody waits for anybody.
+"""Anti-entropy: the protocol by which nodes bring each other up to date. Bytes come in and go out; nobody waits.
 
-An exchange begins with SYN(vector) to one peer. The answer, SYN-ACK, carries what the sender of the SYN lacks and the
-entries in which the two differ; the last message, ACK, carries what the answerer lacks. An entry is (endpoint,
-incarnation, version, heartbeat, age, load), so load spreads as fast as gossip does. Any node relays any endpoint's
-updates.
+| datagram | carries | is answered by |
+|---|---|---|
+| SYN | a vector: an entry for each endpoint that is known | SYN-ACK, or a challenge while its life is unproved |
+| SYN-ACK | entries in which the two differ, keys that the asker lacks | ACK, if there is anything to say |
+| ACK | keys that the answerer lacks | nothing |
+
+An entry is (endpoint, incarnation, version, heartbeat, age, load), so load spreads as fast as gossip does. Any
+node relays any endpoint's updates. Read `Gossip.receive` first: it is the whole protocol, in order.
 
 Rules:
-1. Each message fits `datagram_bytes` after encoding, and an answer as a whole fits `burst_bytes`. What does not fit is
-   cut by key range and goes on from what the receiver then lacks.
-2. Nothing that arrives raises: it is counted by kind, and an event tells, at a bounded pace. `limits` says how much
-   of it is looked at.
-3. A load travels when the receiver has not got its revision, keys when it has not got their version, and a heartbeat
-   always: so a quiet fleet exchanges bare entries, and those rarely.
-4. Nobody is sent the keys of an endpoint that is suspected: who needs them will hear of it when it is back.
-5. What a peer is owed is packed by and by (`pack`). Who asks again before all of it has gone gets what it lacks then
-   instead of the rest.
+1. Nothing that arrives raises: it is counted by kind, and an event tells, at a bounded pace. `limits` says how much of
+   it is looked at.
+2. A load travels when the receiver has not got its revision, keys when it has not got their version, and a heartbeat
+   always. So a quiet fleet exchanges bare entries, and those rarely.
+3. Keys of a suspected endpoint are sent to nobody: who needs them will hear of the endpoint when it is back.
+4. A message that does not fit its budget is cut by key range. The next exchange goes on from what the receiver then
+   lacks.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
-from math import inf
-from typing import NamedTuple
-
-import msgspec
-from cachetools import LRUCache
 
 from ..errors import DecodeError, UsageError
-from ..events import DatagramRejected, DomainMismatch, NodeEvent
+from ..events import Journal
 from ..keys.domain import Domain
 from ..keys.keyset import Keys
 from ..keys.names import owner_of
 from .copies import Copy, Peer
-from .freshness import Freshness, Verdict
+from .freshness import Freshness, Novelty
 from .gossip_settings import GossipSettings
-from .limits import BYTE_S, COPY_S, ENTRY_S, HELD_S, UPDATE_S
+from .limits import BYTE_S, COPY_S, ENTRY_S, HELD_S, UPDATE_S, Limits
 from .members import Members
+from .outbox import Outbox
 from .receiving import Receiver
-from .sending import Burst, Debt, least_room, owed
-from .tempo import Tempo
-from .wire import Envelope, Kind, Message, VectorEntry, decode, encode, overhead_bytes, verify
+from .refusals import Refusals
+from .sending import Debt, least_room, owed
+from .tempo import Tempo, Turns
+from .wire import Kind, Message, VectorEntry, decode, overhead_bytes, verify
 from .writer_set import OwnedSet
-
-REFUSAL_TOLD_S = 60.0
-"""The same refusal of a foreign domain is told once in so long."""
-
-
-class Datagram(NamedTuple):
-    """Bytes for a transport to carry to `address`, once, with no promise of arrival."""
-
-    address: Hashable
-    data: bytes
 
 
 class Gossip:
-    """The replication state of one node. `on_update(endpoint, added, removed)` tells every change of a replica."""
+    """The protocol of one node. What it keeps is in `members`, what it sends in `outbox`, its pace in `tempo`.
+
+    `on_update(endpoint, added, removed)` is called for every change of a replica's keys. Raises `UsageError` for
+    datagrams that are too small for this domain's names.
+    """
 
     def __init__(
         self,
@@ -67,310 +58,115 @@ class Gossip:
         settings: GossipSettings,
         rng: random.Random,
         now: float,
-        emit: Callable[[NodeEvent], None],
-        counters: Counter[str],
+        journal: Journal,
         on_update: Callable[[str, Keys, Keys], None],
     ) -> None:
-        self.node = node
-        self.settings = settings
-        self.tempo = Tempo(settings, now)
-        self.members = Members(node, settings, self.tempo, emit, counters, on_update)
-        self.intake = Receiver(self.members, settings, self.tempo, emit, self._reject, counters, on_update)
         front = overhead_bytes(Message(node, 2**63 - 1, 2**63 - 1, True, domain.fields(), contact=settings.contact))
         least = front + least_room(bool(settings.zone))
         if settings.datagram_bytes < least:
             raise UsageError(f"datagram_bytes must be at least {least} with names as long as this domain's")
-        self._domain = domain
-        self._fingerprint = domain.fingerprint
-        self.secrets: tuple[bytes, ...] = (domain.secret,)
-        """What authenticates datagrams: the first signs, each is good."""
-        self._rng = rng
-        self._emit = emit
-        self._counters = counters
-        self._outbox: list[Datagram] = []
-        self._packing: dict[tuple[str, Kind], Iterator[None]] = {}
-        """Bursts that are not encoded yet, each step a datagram."""
+        self.node = node
+        self.settings = settings
+        self.tempo = Tempo(settings, now)
+        self._limits = Limits(settings)
+        self.members = Members(node, settings, self.tempo, self._limits, journal, on_update)
         # A generator that is seeded the same in every run must not bring a former life back.
         self.freshness = Freshness(node, settings, f"{rng.getrandbits(64)} {now!r}".encode())
-        self._turns: Counter[bool] = Counter()
-        self._partners: deque[str] = deque()
-        self._refused: LRUCache[tuple[Hashable, str], float] = LRUCache(256)
-        self._now = now
+        self.outbox = Outbox(node, domain, settings, self.members.peers, self.freshness, journal)
+        self._turns = Turns(self.members.peers, self.members.copies, rng)
+        self._refusals = Refusals(domain, journal)
+        self._receiver = Receiver(self.members, settings, self.tempo, self._refusals, journal)
+        self._journal = journal
+        self._fingerprint = domain.fingerprint
+        self._secrets: tuple[bytes, ...] = (domain.secret,)
 
-    # --- what the node calls -------------------------------------------------------------------------------
-
-    @property
-    def peers(self) -> dict[str, Peer]:
-        """The nodes that this one talks to, by name."""
-        return self.members.peers
-
-    @property
-    def copies(self) -> dict[str, Copy]:
-        """What this node knows of every endpoint, its own included."""
-        return self.members.copies
-
-    def take_touched(self) -> set[str]:
-        """Return and forget the endpoints of others whose load, liveness or keys changed."""
-        touched, self.members.touched = self.members.touched, set()
-        return touched
-
-    @property
-    def packing(self) -> bool:
-        """Whether there is more to send than was packed."""
-        return bool(self._packing)
-
-    def pack(self, most_bytes: float = inf) -> None:
-        """Encode what is to be sent, until that are `most_bytes` or it is all."""
-        counters = self._counters
-        end = counters["bytes_sent"] + most_bytes
-        while self._packing and counters["bytes_sent"] < end:
-            key, packing = next(iter(self._packing.items()))
-            if key[0] not in self.peers or next(packing, self) is self:
-                del self._packing[key]
-
-    def take_outbox(self) -> list[Datagram]:
-        """Return and forget the datagrams that are packed."""
-        outbox, self._outbox = self._outbox, []
-        return outbox
-
-    def exchange(self, now: float) -> None:
-        """Begin the exchange that is due: publish, send SYN to one peer; when a round begins beat and sweep as well.
-
-        O(endpoints).
-        """
-        self.members.watch(now)
-        beats = self.tempo.beats(now)
-        if beats:
-            self.members.sweep(now)
-            self._counters["rounds"] += 1
-        for copy in self.copies.values():
-            if isinstance(copy.keys, OwnedSet):
-                self._speak(copy, copy.keys, beats, now)
-        peer = self._partner()
-        if peer is not None:
-            if len(peer.probes) >= 8:
-                peer.probes.pop(next(iter(peer.probes)))
-            peer.probes[self.freshness.nonce()] = now
-            copies = self._rotated()
-            left = (gone.entry(endpoint, now) for endpoint, gone in self.members.left.items())
-            entries = chain((copy.entry(now, copy.mine) for copy in copies), left)
-            sent = self._send(peer, Kind.SYN, 0, entries, [])
-            self._turns.update(copy.mine for copy in copies[:sent])
-        self.tempo.went(len(self.peers), now)
-
-    def farewell(self, now: float) -> None:
-        """Tell all peers that are there what has left. O(peers x left)."""
-        entries = [left.entry(endpoint, now) for endpoint, left in self.members.left.items()]
-        for peer in self.peers.values():
-            if entries and peer.state == "heard":
-                self._send(peer, Kind.ACK, 0, entries, [])
+    # --- the protocol: what a datagram does ----------------------------------------------------------------
 
     def receive(self, data: bytes, source: Hashable, now: float) -> bool:
         """Take one datagram from a transport; return whether it was of use. Never raises for its content."""
-        self._now = now
-        self._counters["datagrams_received"] += 1
-        self._counters["bytes_received"] += len(data)
-        if not self.members.limits.admits(source, len(data), now):
-            self._reject(source, "limited", "more than is looked at of one address, or of all that nothing proves")
-            return False
+        members = self.members
+        # 1. Its address may still send, and its tag is right.
+        self._count_received(data)
+        if not self._limits.admits(source, len(data), now):
+            reason = "more than is looked at of one address, or of all that nothing proves"
+            return self._refuse(source, "limited", reason, now)
         try:
-            envelope = decode(data, *self.secrets)
+            envelope = decode(data, *self._secrets)
         except DecodeError as error:
-            self._reject(source, error.kind, str(error))
-            return False
-        return self._take(envelope, source, len(data), now)
-
-    def screen(self, data: bytes, source: Hashable, now: float) -> bool:
-        """Whether a datagram has a right tag; one that has not is counted and told here. O(bytes)."""
-        try:
-            verify(data, *self.secrets)
-        except DecodeError as error:
-            self._now = now
-            self._counters["datagrams_received"] += 1
-            self._counters["bytes_received"] += len(data)
-            self._reject(source, error.kind, str(error))
-            return False
-        return True
-
-    def _take(self, envelope: Envelope, source: Hashable, size: int, now: float) -> bool:
-        """Take a datagram whose tag is right."""
+            return self._refuse(source, error.kind, str(error), now)
         if envelope.signed:
-            self._counters["datagrams_signed_otherwise"] += 1
-        self.members.watch(now)
-        message = envelope.message
+            self._journal.count("datagrams_signed_otherwise")
+        members.watch(now)
+        # 2. It is of this domain, and from another node that is a peer, or may become one, and may still send.
+        kind, message = envelope.kind, envelope.message
+        peer = members.peers.get(message.sender)
         if envelope.fingerprint != self._fingerprint:
-            self._refuse_domain(source, message, now)
-            return False
+            return self._refuse_foreign(peer, source, message, now)
         if message.sender == self.node:
-            self._reject(source, "self", "a datagram from a node of this node's own name")
-            return False
-        peer = self.peers.get(message.sender)
+            return self._refuse(source, "self", "a datagram from a node of this node's own name", now)
         contact = message.contact or self.freshness.contact_of(message)
-        if peer is None and not self.members.would_learn(message.sender, contact):
-            self._reject(source, "stranger", f"node {message.sender!r} is no peer: add_peer it first")
-            return False
-        if peer is not None and not peer.meter.take(size, now):
-            self._reject(source, "limited", f"node {peer.node!r} sends more than an honest one does")
-            return False
-        verdict, waiting = self.freshness.judge(peer, envelope.kind, message, now)
-        if verdict is not Verdict.FRESH:
-            self._counters[f"datagrams_{verdict.value}"] += 1
-            if verdict is Verdict.CHALLENGE:
-                self._challenge(peer, message, size, now)
-            elif envelope.kind is Kind.SYN_ACK and message.nonce and message.to != self.freshness.life:
-                reason = (
-                    "a SYN in this node's name was none of it: the name is used twice, or a recording is played back"
-                )
-                self._reject(source, "namesake", reason)
-            return False
-        self.members.limits.proved(source)
+        if peer is None and not members.would_learn(message.sender, contact):
+            return self._refuse(source, "stranger", f"node {message.sender!r} is no peer: add_peer it first", now)
+        if peer is not None and not peer.meter.take(len(data), now):
+            return self._refuse(source, "limited", f"node {peer.node!r} sends more than an honest one does", now)
+        # 3. It is new: no recording, and of a life that is there now. `waiting` is the SYN that waited for that proof.
+        novelty, waiting = self.freshness.judge(peer, kind, message, now)
+        if novelty is not Novelty.FRESH:
+            return self._refuse_old(novelty, peer, source, kind, message, len(data), now)
+        self._limits.proved(source)
         if peer is None:
-            peer = self.members.learn_peer(message.sender, contact, now)
+            peer = members.learn_peer(message.sender, contact, now)
             assert peer is not None, "a node that would not be learnt is a stranger"
+        # 4. What it says is taken, and it is answered.
         if waiting is not None:
             self.freshness.prove(peer, waiting.message, message)
-            self._time(peer, now - waiting.at)
+            peer.timed(now - waiting.at)
             self._hear(peer, Kind.SYN, waiting.message, now)
-        self._hear(peer, envelope.kind, message, now)
+        self._hear(peer, kind, message, now)
         return True
 
-    def _challenge(self, peer: Peer | None, message: Message, size: int, now: float) -> None:
-        """Ask who sent a SYN for a proof that it is there now."""
-        answers = self.members.limits.challenges if peer is None else peer.answers
-        if not answers.take(1, now):
-            self._counters["limited_answers"] += 1
-            return
-        head = msgspec.structs.replace(self.freshness.challenge(message, size, now), sender=self.node)
-        stamp = self.freshness.stamp(message.life)
-        data = encode(Kind.SYN_ACK, self._fingerprint, self.secrets[0], head, stamp=stamp)
-        self._out(message.contact if peer is None else peer.address, data)
-
     def _hear(self, peer: Peer, kind: Kind, message: Message, now: float) -> None:
-        """Take a peer's own and fresh word."""
+        """Take a peer's own new word: its vector, its updates; and answer it, unless it is an ACK."""
         self.members.heard_from(peer, now)
-        self._measure(peer, message.echo, now)
+        peer.answered(message.echo, now)
         for entry in message.vector:
             self.members.learn(entry, peer.node, now)
-        for update in message.updates:
-            copy = self.copies.get(update.endpoint)
-            held = len(copy.keys) if copy is not None else 0
-            if not peer.work.take(UPDATE_S + BYTE_S * len(update.added) + HELD_S * held, now):
-                self._counters["limited_updates"] += 1
-                break
-            self.intake.take(update, peer.node, now)
+        self._take_updates(peer, message, now)
         if kind is Kind.ACK:
             return
-        if peer.answers.take(1, now) and peer.work.take(ENTRY_S * len(message.vector) + COPY_S * len(self.copies), now):
-            self._answer(peer, kind, message, now)
-        else:
-            self._counters["limited_answers"] += 1
-
-    # --- sending -------------------------------------------------------------------------------------------
-
-    def _speak(self, copy: Copy, keys: OwnedSet, beats: bool, now: float) -> None:
-        """Bring up to date what this node says of an endpoint of its own."""
-        if keys.due(self.settings.publish_share, self.settings.publish_within_s, now):
-            keys.publish(now)
-            self.tempo.stir(now)
-        if copy.renew_load():
-            self.tempo.stir(now)
-        if beats:
-            copy.heartbeat += 1
-
-    def _partner(self) -> Peer | None:
-        """The next peer to talk to: all in turn, in a new order each time around.
-
-        Of those that do not answer a quarter as many as of the others are tried, so that a fleet of dead addresses
-        costs next to nothing.
-        """
-        while True:
-            if not self._partners:
-                live = [peer.node for peer in self.peers.values() if peer.state != "suspected"]
-                dead = [peer.node for peer in self.peers.values() if peer.state == "suspected"]
-                turn = live + self._rng.sample(dead, min(len(dead), max(1, len(live) // 4)))
-                if not turn:
-                    return None
-                self._rng.shuffle(turn)
-                self._partners.extend(turn)
-            peer = self.peers.get(self._partners.popleft())
-            if peer is not None:
-                return peer
-
-    def _rotated(self) -> list[Copy]:
-        """Own endpoints and others in turn, each from where the last vector ended: what does not fit comes next."""
-        copies: list[Copy] = []
-        for mine in (True, False):
-            these = self._in_turn([copy for copy in self.copies.values() if copy.mine is mine], self._turns[mine])
-            # One to one while there are both, so that neither keeps the other out of a vector.
-            both = min(len(copies), len(these))
-            copies = [copy for two in zip(copies, these, strict=False) for copy in two] + copies[both:] + these[both:]
-        return copies
-
-    def _in_turn(self, copies: list[Copy], turn: int) -> list[Copy]:
-        """One endpoint of each peer in turn, and one of all that are hearsay: a node with many keeps no other out."""
-        groups: dict[str, list[Copy]] = {}
-        for copy in copies:
-            owner = owner_of(copy.endpoint)
-            groups.setdefault(owner if owner in self.peers else "", []).append(copy)
-        queues, rounds = list(groups.values()), turn // max(len(groups), 1)
-        start = turn % max(len(queues), 1)
-        queues = [queue[rounds % len(queue) :] + queue[: rounds % len(queue)] for queue in queues]
-        queues = queues[start:] + queues[:start]
-        ordered: list[Copy] = []
-        place = 0
-        while queues:
-            ordered += [queue[place] for queue in queues]
-            place += 1
-            queues = [queue for queue in queues if len(queue) > place]
-        return ordered
-
-    def _send(self, peer: Peer, kind: Kind, echo: int, vector: Iterable[VectorEntry], debts: list[Debt]) -> int:
-        """Send a vector and what is owed, in as many datagrams as the burst allows; each fits after encoding.
-
-        Return how many entries fitted: they all go in the first datagram.
-        """
-        first = not peer.same_domain
-        domain, contact = (self._domain.fields(), self.settings.contact) if first else (None, "")
-        nonce = next(reversed(peer.probes)) if kind is Kind.SYN else 0
-        head = Message(self.node, nonce, echo, True, domain, contact=contact)
-        limits = (self.settings.datagram_bytes, self.settings.burst_bytes)
-        burst = Burst(kind, head, *limits, partial(self._put, peer))
-        fitted = burst.tell(vector, len(self.copies) + len(self.members.left) if kind is Kind.SYN else -1)
-        if debts:
-            self._packing.pop((peer.node, kind), None)
-            self._packing[peer.node, kind] = self._pack(burst, debts)
-        else:
-            burst.end()
-        return fitted
-
-    def _pack(self, burst: Burst, debts: list[Debt]) -> Iterator[None]:
-        """Encode what is owed, a datagram at each step."""
-        for debt in debts:
-            if not (yield from burst.owe(debt)):
-                self._counters["bursts_cut"] += 1
-                break
-        else:
-            burst.end()
-        if burst.too_long:
-            self._counters["updates_too_long"] += burst.too_long
-
-    def _put(self, peer: Peer, kind: Kind, head: Message, entries: list[bytes], updates: list[bytes]) -> int:
-        stamp = self.freshness.stamp(peer.life)
-        data = encode(kind, self._fingerprint, self.secrets[0], head, entries, updates, stamp)
-        return self._out(peer.address, data)
-
-    def _out(self, address: Hashable, data: bytes) -> int:
-        self._outbox.append(Datagram(address, data))
-        self._counters["datagrams_sent"] += 1
-        self._counters["bytes_sent"] += len(data)
-        return len(data)
-
-    def _answer(self, peer: Peer, kind: Kind, message: Message, now: float) -> None:
-        """Send what the peer's vector lacks, and to a SYN also the entries in which the two differ."""
+        work_s = ENTRY_S * len(message.vector) + COPY_S * len(self.members.copies)
+        if not peer.answers.take(1, now) or not peer.work.take(work_s, now):
+            self._journal.count("limited_answers")
+            return
         theirs = {entry.endpoint: entry for entry in message.vector}
+        news, debts = self._lacks(peer, kind, message, theirs, now)
+        if kind is Kind.SYN:
+            self.outbox.send(peer, Kind.SYN_ACK, news, debts, echo=message.nonce)
+        elif debts or news or message.nonce:
+            # A SYN-ACK with a nonce is a challenge: it asks for the echo.
+            self.outbox.send(peer, Kind.ACK, news, debts, echo=message.nonce)
+
+    def _take_updates(self, peer: Peer, message: Message, now: float) -> None:
+        """Take the updates of a message, as long as the work for them is within the peer's share."""
+        for update in message.updates:
+            copy = self.members.copies.get(update.endpoint)
+            held = len(copy.keys) if copy is not None else 0
+            if not peer.work.take(UPDATE_S + BYTE_S * len(update.added) + HELD_S * held, now):
+                self._journal.count("limited_updates")
+                return
+            self._receiver.take(update, peer.node, now)
+
+    def _lacks(
+        self, peer: Peer, kind: Kind, message: Message, theirs: dict[str, VectorEntry], now: float
+    ) -> tuple[list[VectorEntry], list[Debt]]:
+        """Return the entries that a peer must hear, and the keys that it is owed, by what its vector says it holds.
+
+        A SYN is told of every endpoint in which the two differ, a SYN-ACK of what it lacks only. O(endpoints).
+        """
+        members = self.members
+        news = [word for entry in message.vector if (word := members.later_word(peer, entry)) is not None]
         debts: list[Debt] = []
-        news = [last for entry in message.vector if (last := self.members.last_word(peer, entry)) is not None]
-        for copy in self.copies.values():
+        for copy in members.copies.values():
             entry = theirs.get(copy.endpoint)
             if entry is None:
                 if not message.complete:
@@ -380,68 +176,128 @@ class Gossip:
             lacks_keys = copy.keys.version and copy.held > held
             lacks_load = copy.loaded > loaded
             if lacks_keys and not copy.suspected and owner_of(copy.endpoint) != peer.node:
-                lag = copy.keys.version - (entry.version if entry.incarnation == copy.incarnation else 0)
-                due = owed(copy.keys, copy.incarnation, entry, now)
-                life, url, contact, zone = copy.incarnation, copy.url, copy.contact, copy.zone
-                debts += (Debt(copy.endpoint, life, *o, url, contact, lag, zone) for o in due)
-            ahead = lacks_keys or lacks_load or copy.beat > (entry.incarnation, entry.heartbeat)
-            behind = held > copy.held or loaded > copy.loaded
-            if lacks_load or (kind is Kind.SYN and (ahead or behind)):
+                debts += _debts(copy, entry, now)
+            if lacks_load or (
+                kind is Kind.SYN
+                # Either of the two is ahead of the other.
+                and (
+                    lacks_keys
+                    or copy.beat > (entry.incarnation, entry.heartbeat)
+                    or held > copy.held
+                    or loaded > copy.loaded
+                )
+            ):
                 news.append(copy.entry(now, lacks_load))
-        for endpoint, left in self.members.left.items():
-            entry = theirs.get(endpoint)
-            if entry is not None and left.beat > (entry.incarnation, entry.heartbeat):
-                news.append(left.entry(endpoint, now))
+        news += members.last_words_unheard(theirs, now)
         # What the peer does not know at all goes first: an update of it would be dropped. Hearsay comes last.
-        news.sort(key=lambda entry: (self._is_hearsay(entry.endpoint), entry.endpoint in theirs))
+        news.sort(key=lambda entry: (members.is_hearsay(entry.endpoint), entry.endpoint in theirs))
         debts.sort(key=lambda debt: debt.lag, reverse=True)
-        if kind is Kind.SYN:
-            self._send(peer, Kind.SYN_ACK, message.nonce, news, debts)
-        elif debts or news or message.nonce:
-            # A SYN-ACK with a nonce asks for its echo.
-            self._send(peer, Kind.ACK, message.nonce, news, debts)
+        return news, debts
 
-    def _is_hearsay(self, endpoint: str) -> bool:
-        owner = owner_of(endpoint)
-        return owner not in self.peers and owner != self.node
+    # --- the protocol: what is refused ---------------------------------------------------------------------
 
-    # --- receiving -----------------------------------------------------------------------------------------
+    def _refuse(self, source: Hashable, kind: str, reason: str, now: float) -> bool:
+        """Count and tell that a datagram is of no use; return False."""
+        self._refusals.refuse(source, kind, reason, now)
+        return False
 
-    def _measure(self, peer: Peer, echo: int, now: float) -> None:
-        """Take the round trip that an answer ends."""
-        sent = peer.probes.pop(echo, None)
-        if sent is not None and now >= sent:
-            self._time(peer, now - sent)
-
-    @staticmethod
-    def _time(peer: Peer, rtt: float) -> None:
-        # Queueing only adds to a round trip, so a shorter one counts more than a longer one.
-        old = peer.rtt_s
-        peer.rtt_s = rtt if old is None else old + (0.3 if rtt < old else 0.1) * (rtt - old)
-
-    def _reject(self, source: object, kind: str, reason: str) -> None:
-        self._counters[f"rejected_{kind}"] += 1
-        if self.members.limits.tells(self._now):
-            self._emit(DatagramRejected(source, kind, reason))
-
-    def _refuse_domain(self, source: Hashable, message: Message, now: float) -> None:
-        """Tell which field differs, once a minute for each source and field."""
-        self._counters["rejected_domain"] += 1
-        peer = self.peers.get(message.sender)
+    def _refuse_foreign(self, peer: Peer | None, source: Hashable, message: Message, now: float) -> bool:
+        """Refuse a datagram of another domain; return False."""
         if peer is not None:
             # It came back with another domain: let it see this one's fields, so that it can tell too.
             peer.same_domain = False
-        theirs = message.domain or {}
-        for name, ours in self._domain.fields().items():
-            other = theirs.get(name)
-            if other == ours or (other is None and theirs):
-                continue
-            field, value = (name, other) if other is not None else ("fingerprint", "unknown")
-            told = self._refused.get((source, field))
-            if told is None or now - told > REFUSAL_TOLD_S:
-                self._refused[source, field] = now
-                self._counters[f"domain_mismatch_{field}"] += 1
-                mine = ours if other is not None else self._fingerprint.hex()
-                self._emit(DomainMismatch(source, message.sender, field, mine, value))
-            if other is None:
-                return
+        self._refusals.foreign(source, message, now)
+        return False
+
+    def _refuse_old(
+        self,
+        novelty: Novelty,
+        peer: Peer | None,
+        source: Hashable,
+        kind: Kind,
+        message: Message,
+        size: int,
+        now: float,
+    ) -> bool:
+        """Refuse a datagram that is not proved to be new, and challenge the sender of a SYN; return False."""
+        self._journal.count(f"datagrams_{novelty.value}")
+        if novelty is Novelty.CHALLENGE:
+            answers = self._limits.challenges if peer is None else peer.answers
+            if answers.take(1, now):
+                head = self.freshness.challenge(message, size, now)
+                self.outbox.challenge(message.contact if peer is None else peer.address, head, message.life)
+            else:
+                self._journal.count("limited_answers")
+        elif kind is Kind.SYN_ACK and message.nonce and message.to != self.freshness.life:
+            reason = (
+                "a SYN in this node's name was not sent by it: the name is used twice, or a recording is played back"
+            )
+            self._refuse(source, "namesake", reason, now)
+        return False
+
+    # --- what the node calls -------------------------------------------------------------------------------
+
+    def exchange(self, now: float) -> None:
+        """Begin the exchange that is due: publish, and send a SYN to one peer; each round beat and sweep as well.
+
+        O(endpoints).
+        """
+        members = self.members
+        members.watch(now)
+        beats = self.tempo.beats(now)
+        if beats:
+            members.sweep(now)
+            self._journal.count("rounds")
+        for copy in members.copies.values():
+            if isinstance(copy.keys, OwnedSet):
+                self._publish(copy, copy.keys, beats, now)
+        peer = self._turns.partner()
+        if peer is not None:
+            nonce = self.freshness.nonce()
+            peer.asked(nonce, now)
+            copies = self._turns.in_order()
+            vector = chain((copy.entry(now, copy.mine) for copy in copies), members.last_words(now))
+            whole = len(copies) + len(members.left)
+            self._turns.named(copies[: self.outbox.send(peer, Kind.SYN, vector, nonce=nonce, whole=whole)])
+        self.tempo.went(len(members.peers), now)
+
+    def _publish(self, copy: Copy, keys: OwnedSet, beats: bool, now: float) -> None:
+        """Bring what this node says of an own endpoint up to date: its keys, its load, its heartbeat."""
+        if keys.due(self.settings.publish_share, self.settings.publish_within_s, now):
+            keys.publish(now)
+            self.tempo.stir(now)
+        if copy.renew_load():
+            self.tempo.stir(now)
+        if beats:
+            copy.heartbeat += 1
+
+    def farewell(self, now: float) -> None:
+        """Tell all peers that are there what has left. O(peers x left)."""
+        words = list(self.members.last_words(now))
+        for peer in self.members.peers.values():
+            if words and peer.state == "heard":
+                self.outbox.send(peer, Kind.ACK, words)
+
+    def screen(self, data: bytes, source: Hashable, now: float) -> bool:
+        """Whether a datagram has a right tag; one that has not is counted and told here. O(bytes)."""
+        try:
+            verify(data, *self._secrets)
+        except DecodeError as error:
+            self._count_received(data)
+            return self._refuse(source, error.kind, str(error), now)
+        return True
+
+    def set_secrets(self, secrets: tuple[bytes, ...]) -> None:
+        """Authenticate datagrams with these secrets from now on: the first signs, each is good."""
+        self._secrets, self.outbox.secret = secrets, secrets[0]
+
+    def _count_received(self, data: bytes) -> None:
+        self._journal.count("datagrams_received")
+        self._journal.count("bytes_received", n=len(data))
+
+
+def _debts(copy: Copy, entry: VectorEntry, now: float) -> Iterator[Debt]:
+    """What the sender of `entry` is owed of a copy that is ahead of it."""
+    lag = copy.keys.version - (entry.version if entry.incarnation == copy.incarnation else 0)
+    for change, ranges in owed(copy.keys, copy.incarnation, entry, now):
+        yield Debt(copy.endpoint, copy.incarnation, change, ranges, copy.url, copy.contact, lag, copy.zone)

@@ -16,7 +16,6 @@ Each meter is a token bucket that holds what comes in four rounds, or in a secon
 Rules:
 1. What is beyond a limit is dropped as a busy network would drop it: gossip heals loss.
 2. Only what a tag has proved gets a meter of its own, so nobody without the secret can push others out of the list.
-3. Refusals are counted, and told at a bounded pace, however many there are.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from math import inf
 
 from cachetools import LRUCache
 
+from ..keys.names import owner_of
 from .gossip_settings import GossipSettings
 
 MAX_SOURCES = 4096
@@ -41,9 +41,6 @@ WORK_AT_ONCE_S = 5.0
 ENTRY_S, COPY_S, UPDATE_S, BYTE_S, HELD_S = 3e-6, 6e-7, 3e-5, 1.2e-7, 2e-9
 """What an entry, an endpoint that it is compared with, an update, a byte of its keys, and a key of the set that it
 changes are taken to cost: measured, rounded up. No clock is read here, so that the same calls do the same."""
-
-TOLD_AT_ONCE = 64
-"""Refusals that are told one by one; from then on one a second."""
 
 
 class Bucket:
@@ -93,7 +90,6 @@ class Limits:
         self._off = settings.excess == inf
         self._sources: LRUCache[Hashable, Meter] = LRUCache(MAX_SOURCES)
         self._unproved = Meter(settings, settings.excess)
-        self._told = Bucket(1.0, TOLD_AT_ONCE)
         self.challenges = self.of_answers()
         """Of the challenges to nodes that are no peers yet, all together."""
 
@@ -121,13 +117,9 @@ class Limits:
         """Return a bucket for the seconds of work that one peer may cause."""
         return Bucket(self._settings.peer_work, WORK_AT_ONCE_S)
 
-    def tells(self, now: float) -> bool:
-        """Whether one more refusal is told by an event; all are counted."""
-        return self._told.take(1, now)
-
 
 class Holdings:
-    """Keys and endpoints that are kept of others, by owner. `max_keys` of one endpoint is the intake's to check."""
+    """The keys and endpoints that a node keeps of others, counted by owner. O(1) a call."""
 
     def __init__(self, settings: GossipSettings) -> None:
         self._settings = settings
@@ -138,17 +130,17 @@ class Holdings:
         self.endpoints: Counter[str] = Counter()
         """Endpoints by owner."""
 
-    def fits(self, endpoint: str, owner: str, n: int) -> bool:
-        """Whether `n` keys of an endpoint have room, of its owner's and of all. O(1)."""
-        more = n - self._keys.get(endpoint, 0)
-        settings = self._settings
+    def fits(self, endpoint: str, n: int) -> bool:
+        """Whether there is room for `n` keys of an endpoint, among those of its owner and among all."""
+        settings, more = self._settings, n - self._keys.get(endpoint, 0)
         return more <= 0 or (
-            self._of_owner[owner] + more <= settings.max_owner_keys and self.total + more <= settings.max_all_keys
+            self._of_owner[owner_of(endpoint)] + more <= settings.max_owner_keys
+            and self.total + more <= settings.max_all_keys
         )
 
-    def note(self, endpoint: str, owner: str, n: int) -> None:
-        """Note that `n` keys of an endpoint are kept now. O(1)."""
-        more = n - self._keys.pop(endpoint, 0)
+    def note(self, endpoint: str, n: int) -> None:
+        """Note that `n` keys of an endpoint are kept now."""
+        owner, more = owner_of(endpoint), n - self._keys.pop(endpoint, 0)
         if n:
             self._keys[endpoint] = n
         self.total += more
@@ -156,13 +148,14 @@ class Holdings:
         if not self._of_owner[owner]:
             del self._of_owner[owner]
 
-    def met(self, owner: str) -> None:
-        """Note one more endpoint of an owner."""
-        self.endpoints[owner] += 1
+    def met(self, endpoint: str) -> None:
+        """Note one more endpoint."""
+        self.endpoints[owner_of(endpoint)] += 1
 
-    def lost(self, endpoint: str, owner: str) -> None:
+    def lost(self, endpoint: str) -> None:
         """Note that an endpoint is not kept any more."""
-        self.note(endpoint, owner, 0)
+        self.note(endpoint, 0)
+        owner = owner_of(endpoint)
         self.endpoints[owner] -= 1
         if self.endpoints[owner] <= 0:
             del self.endpoints[owner]

@@ -1,71 +1,82 @@
-"""Who is there: peers and copies are met, heard, suspected, forgotten, and leave.
+"""Who is there: peers and endpoints are met, heard, suspected and forgotten, and leave.
 
 Rules:
 1. Relayed news is as old as the owner's own last word: ages add up along relays. So hearsay neither keeps a dead
    endpoint alive, nor brings a forgotten one back.
-2. An owner that meets a later life of itself, words of its life that it has not spoken, or another set under its own
-   pair, moves past it to a higher incarnation.
+2. An owner moves past what it did not say itself, to a higher incarnation: a later incarnation of its endpoint, words
+   of the present one that it has not spoken, or another set under its own pair.
 3. A node that was itself paused heard nobody, and blames nobody for that time.
-4. An endpoint that leaves speaks a last word, above every heartbeat. It is passed on until it would be forgotten.
-5. What others can make a node keep is bounded: endpoints, peers, memories of the forgotten.
+4. An endpoint that leaves speaks a last word, above every heartbeat. The word is passed on until the endpoint would
+   have been forgotten.
+5. What others can make a node keep is bounded: endpoints, peers, keys, memories of the forgotten.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from cachetools import LRUCache
 
-from ..events import NodeEvent, PeerChanged, ReplicaChanged
-from ..keys.keyset import NO_KEYS, Keys
+from ..events import Journal, PeerChanged, ReplicaChanged
+from ..keys.keyset import NO_KEYS, KeyDelta, Keys
 from ..keys.names import owner_of
 from .copies import Copy, Left, Peer
 from .gossip_settings import GossipSettings
 from .limits import Holdings, Limits
 from .tempo import Tempo
-from .wire import LAST_BEAT, VectorEntry
+from .wire import LAST_BEAT, Update, VectorEntry
 
 MAX_INCARNATION = 2**63 - 1
 MAX_HEARSAY = 2**62
-"""The highest incarnation that a relay can tell of first: an owner can always move past it, and tell so itself."""
+"""The highest incarnation that a relay is believed: the owner can always move past it, and say so itself."""
 
 MAX_MEMORIES = 4096
-"""Endpoints and nodes remembered after they were forgotten, left or removed."""
+"""Endpoints and nodes that are remembered after they were forgotten, left or removed."""
 
 
 class Members:
-    """Peers and copies of one node. `on_update(endpoint, added, removed)` tells every change of a replica's keys."""
+    """The peers of one node and its copies of all endpoints; every one of them comes and goes here.
+
+    `on_update(endpoint, added, removed)` is called for every change of a replica's keys.
+    """
 
     def __init__(
         self,
         node: str,
         settings: GossipSettings,
         tempo: Tempo,
-        emit: Callable[[NodeEvent], None],
-        counters: Counter[str],
+        limits: Limits,
+        journal: Journal,
         on_update: Callable[[str, Keys, Keys], None],
     ) -> None:
         self.node = node
         self.peers: dict[str, Peer] = {}
         self.copies: dict[str, Copy] = {}
         self.left: dict[str, Left] = {}
-        self.touched: set[str] = set()
-        """Endpoints of others whose load, liveness or keys changed since a caller last took them."""
-        self.removed: LRUCache[str, None] = LRUCache(MAX_MEMORIES)
+        """Endpoints that have left, own ones and others, until they would be forgotten."""
+        self.holdings = Holdings(settings)
+        self._removed: LRUCache[str, None] = LRUCache(MAX_MEMORIES)
         """Nodes that the caller took out: what relays say of their endpoints is ignored."""
         self._gone: LRUCache[str, tuple[int, int]] = LRUCache(MAX_MEMORIES)
-        self.limits = Limits(settings)
-        self.holdings = Holdings(settings)
+        """The last (incarnation, heartbeat) of endpoints that were forgotten."""
         self._settings = settings
         self._tempo = tempo
-        self._emit = emit
-        self._counters = counters
+        self._limits = limits
+        self._journal = journal
         self._on_update = on_update
         self._awake_at = float("-inf")
+        """When this node last found that it had been paused."""
+        self._touched: set[str] = set()
         self._lost = False
         self._hearsay = 0
         """Endpoints of nodes that are no peers; counted anew each round."""
+
+    # --- what the node takes -------------------------------------------------------------------------------
+
+    def take_touched(self) -> set[str]:
+        """Return and forget the endpoints of others whose load, liveness or keys changed."""
+        touched, self._touched = self._touched, set()
+        return touched
 
     def take_lost(self) -> bool:
         """Return and forget whether any endpoint is known no more."""
@@ -75,53 +86,53 @@ class Members:
     # --- peers ---------------------------------------------------------------------------------------------
 
     def add_peer(self, node: str, address: Hashable, now: float) -> Peer:
-        """Take a peer in by the caller's word; a known one gets its new address."""
-        self.removed.pop(node, None)
+        """Add a peer at the caller's word; a known peer gets its new address."""
+        self._removed.pop(node, None)
         peer = self.peers.get(node)
         if peer is None:
-            peer = self.peers[node] = Peer(node, address, now, self.limits)
+            peer = self.peers[node] = Peer(node, address, now, self._limits)
             self._tempo.stir(now)
         peer.address, peer.learnt = address, False
-        self.limits.proved(address)
+        self._limits.proved(address)
         self._touch(node)
         return peer
 
     def remove_peer(self, node: str) -> bool:
-        """Take a peer out with its endpoints, whoever still speaks of them; return whether it was there."""
+        """Remove a peer with its endpoints, whoever still speaks of them; return whether it was there."""
         if self.peers.pop(node, None) is None:
             return False
-        self.removed[node] = None
+        self._removed[node] = None
         for endpoint in [name for name in self.copies if owner_of(name) == node]:
             self.forget(endpoint, "removed")
-        self._emit(PeerChanged(node, "removed"))
+        self._journal.tell(PeerChanged(node, "removed"))
         return True
 
     def learn_peer(self, node: str, contact: str, now: float) -> Peer | None:
-        """Take a peer in by hearsay, if that is wanted; return it if it is a peer now."""
+        """Add a peer by hearsay, if that is wanted; return the node's peer, None if it is none."""
         known = self.peers.get(node)
         if known is not None or not self.would_learn(node, contact):
             return known
-        peer = self.peers[node] = Peer(node, contact, now, self.limits, learnt=True)
+        peer = self.peers[node] = Peer(node, contact, now, self._limits, learnt=True)
         self._tempo.stir(now)
         self._touch(node)
-        self._emit(PeerChanged(node, "learnt", contact))
+        self._journal.tell(PeerChanged(node, "learnt", contact))
         return peer
 
     def would_learn(self, node: str, contact: str) -> bool:
         """Whether a node that is no peer may become one by hearsay."""
-        if not contact or not self._settings.learn_peers or node in self.removed or node == self.node:
+        if not contact or not self._settings.learn_peers or node in self._removed or node == self.node:
             return False
         return len(self.peers) < self._settings.max_endpoints
 
     def heard_from(self, peer: Peer, now: float) -> None:
-        """Note a peer's own word."""
+        """Note that a peer itself spoke."""
         if peer.state == "heard":
             if peer.heard_at >= self._awake_at:
                 peer.rhythm.note(now - peer.heard_at)
         else:
             peer.state = "heard"
             self._tempo.stir(now)
-            self._emit(PeerChanged(peer.node, "heard"))
+            self._journal.tell(PeerChanged(peer.node, "heard"))
         peer.heard_at = now
         peer.same_domain = True
 
@@ -129,8 +140,7 @@ class Members:
 
     def learn(self, entry: VectorEntry, teller: str, now: float) -> None:
         """Take an entry's news of load and liveness; sets come in updates."""
-        if self.unbelievable(entry.endpoint, entry.incarnation, teller):
-            self._counters["incarnations_unbelieved"] += 1
+        if not self.believes(entry.endpoint, entry.incarnation, teller):
             return
         if entry.heartbeat == LAST_BEAT:
             self._bury(entry, now)
@@ -147,13 +157,13 @@ class Members:
         if entry.incarnation < copy.incarnation:
             return
         if entry.incarnation > copy.incarnation:
-            self._begin_life(copy, entry.incarnation, now)
+            self._begin_incarnation(copy, entry.incarnation, now)
         if entry.heartbeat > copy.heartbeat:
             self._hear(copy, entry.heartbeat, heard_at, now)
         if entry.load is not None and entry.revision > copy.revision:
             copy.take_load(entry.load, entry.revision)
             self._tempo.stir(now)
-            self.touched.add(copy.endpoint)
+            self._touched.add(copy.endpoint)
         if entry.revision == copy.revision:
             copy.load_at = max(copy.load_at, heard_at)
         if entry.version and entry.version == copy.keys.version and entry.mark != copy.mark:
@@ -161,38 +171,44 @@ class Members:
             if owner_of(copy.endpoint) == teller:
                 self.discard(copy, now)
             else:
-                self._counters["marks_differ"] += 1
+                self._journal.count("marks_differ")
 
-    def unbelievable(self, endpoint: str, incarnation: int, teller: str) -> bool:
-        """Whether another than the owner tells of a life that the owner could hardly move past."""
+    def believes(self, endpoint: str, incarnation: int, teller: str) -> bool:
+        """Whether to believe that an endpoint has this incarnation; counted if not.
+
+        A relay is not believed a new incarnation so high that the owner could hardly move past it.
+        """
         if incarnation <= MAX_HEARSAY or owner_of(endpoint) == teller:
-            return False
+            return True
         copy = self.copies.get(endpoint)
-        return copy is None or incarnation > copy.incarnation
+        if copy is not None and incarnation <= copy.incarnation:
+            return True
+        self._journal.count("incarnations_unbelieved")
+        return False
 
     def forget(self, endpoint: str, reason: str) -> None:
         """Drop a replica; older news of it is ignored from now on."""
         copy = self.copies.pop(endpoint)
         self._lost = True
-        self.holdings.lost(endpoint, owner_of(endpoint))
+        self.holdings.lost(endpoint)
         self._gone[endpoint] = copy.beat
         if len(copy.keys):
             self._on_update(endpoint, NO_KEYS, copy.keys.keys)
-        self._emit(ReplicaChanged(endpoint, "forgotten", reason))
+        self._journal.tell(ReplicaChanged(endpoint, "forgotten", reason))
 
     def discard(self, copy: Copy, now: float) -> None:
         """Drop the keys of a copy whose checksum differs from its owner's: the next vector asks for a snapshot."""
-        self._counters["checksum_mismatches"] += 1
+        self._journal.count("checksum_mismatches")
         self._empty(copy, "checksum", now)
 
     def leave(self, endpoint: str, now: float) -> None:
-        """Take an own endpoint out: from now on vectors tell its last word."""
+        """Remove an own endpoint: from now on vectors tell its last word."""
         copy = self.copies.pop(endpoint)
         self.left[endpoint] = Left(copy.incarnation, now)
         self._tempo.stir(now)
 
     def join(self, endpoint: str, incarnation: int, url: str, now: float) -> Copy:
-        """Take an own endpoint in; one that has left before comes back in a later life."""
+        """Add an own endpoint; one that has left before comes back in a later incarnation."""
         left = self.left.pop(endpoint, None)
         if left is not None:
             incarnation = max(incarnation, min(left.incarnation + 1, MAX_INCARNATION))
@@ -202,10 +218,29 @@ class Members:
         self._tempo.stir(now)
         return copy
 
-    def last_word(self, peer: Peer, entry: VectorEntry) -> VectorEntry | None:
-        """What an owner must move past: later words than its own, of an endpoint that was forgotten since.
+    # --- for vectors ---------------------------------------------------------------------------------------
 
-        They are too old for anybody but the owner to take.
+    def is_hearsay(self, endpoint: str) -> bool:
+        """Whether an endpoint belongs to neither this node nor a peer."""
+        owner = owner_of(endpoint)
+        return owner not in self.peers and owner != self.node
+
+    def last_words(self, now: float) -> Iterator[VectorEntry]:
+        """Yield what a vector says of the endpoints that have left."""
+        return (left.entry(endpoint, now) for endpoint, left in self.left.items())
+
+    def last_words_unheard(self, theirs: Mapping[str, VectorEntry], now: float) -> Iterator[VectorEntry]:
+        """Yield the last words that the sender of these entries, by endpoint, has not heard. O(left)."""
+        for endpoint, left in self.left.items():
+            entry = theirs.get(endpoint)
+            if entry is not None and left.beat > (entry.incarnation, entry.heartbeat):
+                yield left.entry(endpoint, now)
+
+    def later_word(self, peer: Peer, entry: VectorEntry) -> VectorEntry | None:
+        """Return the entry that tells a peer to move past words of its endpoint that it does not know of.
+
+        That is so if this node forgot the endpoint but remembers a later heartbeat than its owner now announces. The
+        entry is so old that nobody but the owner takes it.
         """
         gone = self._gone.get(entry.endpoint)
         if gone is None or entry.endpoint in self.copies or owner_of(entry.endpoint) != peer.node:
@@ -214,17 +249,40 @@ class Members:
             return None
         return VectorEntry(entry.endpoint, *gone, age_ms=2**32 - 1)
 
+    # --- for what arrives ----------------------------------------------------------------------------------
+
+    def has_room(self, copy: Copy, n: int) -> bool:
+        """Whether `n` keys of a copy may be kept, among those of its owner and among all."""
+        return self.holdings.fits(copy.endpoint, n)
+
+    def weigh(self, copy: Copy) -> None:
+        """Count what is kept of a copy now, its transfer under way included."""
+        self.holdings.note(copy.endpoint, len(copy.keys) + (copy.assembly.size if copy.assembly is not None else 0))
+
+    def placed(self, copy: Copy, update: Update, now: float) -> None:
+        """Take the addresses and the zone that a whole update tells; its owner may become a peer."""
+        copy.url, copy.contact = update.url or copy.url, update.contact or copy.contact
+        # One incarnation has one zone, and only snapshots tell it.
+        copy.zone = update.zone or (copy.zone if update.incarnation == copy.incarnation else "")
+        self.learn_peer(owner_of(copy.endpoint), copy.contact, now)
+        self._touched.add(copy.endpoint)
+        self._tempo.stir(now)
+
+    def updated(self, copy: Copy, delta: KeyDelta) -> None:
+        """Pass on that the keys of a copy have changed."""
+        self._on_update(copy.endpoint, *delta)
+
     # --- time ----------------------------------------------------------------------------------------------
 
     def watch(self, now: float) -> None:
-        """Notice, by a timer that did not fire, that this node itself stood still until now."""
+        """Notice, by a timer that should have fired, that this node itself was paused until now."""
         due_at = self._tempo.next_at
         if now - due_at > 0.5 * self._settings.suspect_after_s and self._awake_at < due_at:
             self._awake_at = now
-            self._counters["pauses"] += 1
+            self._journal.count("pauses")
 
     def sweep(self, now: float) -> None:
-        """Suspect and forget what was not heard while this node was listening. O(endpoints + peers)."""
+        """Suspect and forget peers and endpoints that were silent while this node listened. O(endpoints + peers)."""
         least, most = self._settings.suspect_after_s, self._settings.forget_after_s
         owners: set[str] = set()
         for copy in [copy for copy in self.copies.values() if not copy.mine]:
@@ -234,7 +292,7 @@ class Members:
             suspected = silence > patience or (copy.suspected and age > patience)
             if suspected is not copy.suspected:
                 copy.suspected = suspected
-                self.touched.add(copy.endpoint)
+                self._touched.add(copy.endpoint)
             if silence > most:
                 self.forget(copy.endpoint, f"unheard for {age:.0f} s")
             else:
@@ -246,50 +304,50 @@ class Members:
             self._sweep_peer(peer, peer.node in owners, now)
 
     def _sweep_peer(self, peer: Peer, owns: bool, now: float) -> None:
-        """A peer is judged by its own words to this node: when they stop, forwards to it will hardly arrive."""
+        """Judge a peer by its own words to this node: when they stop, forwards to it will hardly arrive."""
         silence = now - max(peer.heard_at, self._awake_at)
         least, most = self._settings.suspect_after_s, self._settings.forget_after_s
-        # Each peer has its turn: what is rare is to miss four of them.
+        # Each peer speaks in its turn: that it misses four turns is rare.
         least = max(least, 4 * len(self.peers) * self._tempo.spacing_s)
         if peer.learnt and not owns and silence > max(least, most):
             del self.peers[peer.node]
-            self._emit(PeerChanged(peer.node, "forgotten", f"unheard for {silence:.0f} s"))
+            self._journal.tell(PeerChanged(peer.node, "forgotten", f"unheard for {silence:.0f} s"))
         elif peer.state in ("heard", "new") and silence > peer.rhythm.patience_s(least, max(least, most)):
             peer.state = "suspected"
             # It may have forgotten this node, or come back as another: introduce this one again.
             peer.same_domain = False
-            self._emit(PeerChanged(peer.node, "suspected", f"unheard for {now - peer.heard_at:.1f} s"))
+            self._journal.tell(PeerChanged(peer.node, "suspected", f"unheard for {now - peer.heard_at:.1f} s"))
 
     # --- parts ---------------------------------------------------------------------------------------------
 
     def _touch(self, node: str) -> None:
-        """The way to a node's endpoints has changed."""
-        self.touched.update(endpoint for endpoint in self.copies if owner_of(endpoint) == node)
+        """Note that the way to a node's endpoints has changed."""
+        self._touched.update(endpoint for endpoint in self.copies if owner_of(endpoint) == node)
 
     def _meet(self, entry: VectorEntry, heard_at: float, now: float) -> Copy | None:
-        """Make a copy of an endpoint that was not known, if there is reason to."""
+        """Make a copy of an endpoint that was not known; None if it is stale, unwelcome, or one too many."""
         owner = owner_of(entry.endpoint)
         past = max(self._gone.get(entry.endpoint, (0, -1)), self._last_beat(entry.endpoint))
         if (entry.incarnation, entry.heartbeat) <= past or now - heard_at > self._settings.forget_after_s:
             return None
-        # An endpoint of this node's own name that it does not have is one of its former life.
-        if owner in ("", self.node) or owner in self.removed:
+        # An endpoint of this node's name that this node does not have was one of a former run.
+        if owner in ("", self.node) or owner in self._removed:
             return None
         if (
             len(self.copies) >= self._settings.max_endpoints
             or self.holdings.endpoints[owner] >= self._settings.max_owner_endpoints
             or (owner not in self.peers and self._hearsay >= self._settings.max_hearsay)
         ):
-            self._counters["endpoints_refused"] += 1
+            self._journal.count("endpoints_refused")
             return None
-        self.holdings.met(owner)
+        self.holdings.met(entry.endpoint)
         self._hearsay += owner not in self.peers
         self.left.pop(entry.endpoint, None)
         copy = self.copies[entry.endpoint] = Copy(entry.endpoint, False, entry.incarnation, heard_at)
         copy.suspected = now - heard_at > self._settings.suspect_after_s
-        self.touched.add(entry.endpoint)
+        self._touched.add(entry.endpoint)
         self._tempo.stir(now)
-        self._emit(ReplicaChanged(entry.endpoint, "learnt"))
+        self._journal.tell(ReplicaChanged(entry.endpoint, "learnt"))
         return copy
 
     def _last_beat(self, endpoint: str) -> tuple[int, int]:
@@ -297,49 +355,50 @@ class Members:
         return left.beat if left is not None else (0, -1)
 
     def _hear(self, copy: Copy, heartbeat: int, heard_at: float, now: float) -> None:
-        """The owner spoke."""
+        """Take the owner's word: it spoke `heartbeat` at `heard_at`."""
         if heard_at > copy.heard_at:
             if copy.heartbeat and not copy.suspected and copy.heard_at >= self._awake_at:
-                # A silence that was taken for a death is no part of the rhythm, and neither is an own pause.
+                # A silence that was taken for a death is no part of the rhythm, and neither is a pause of this node.
                 copy.rhythm.note(now - copy.heard_at)
             copy.heard_at = heard_at
         copy.heartbeat = heartbeat
         least, most = self._settings.suspect_after_s, self._settings.forget_after_s
         copy.suspected = copy.age_s(now) > copy.rhythm.patience_s(least, most / 2)
-        self.touched.add(copy.endpoint)
+        self._touched.add(copy.endpoint)
 
-    def _begin_life(self, copy: Copy, incarnation: int, now: float) -> None:
-        """The endpoint's process began anew: what its former life held is gone."""
+    def _begin_incarnation(self, copy: Copy, incarnation: int, now: float) -> None:
+        """Take it that the endpoint's process began anew: what its former incarnation held is gone."""
         copy.incarnation, copy.heartbeat, copy.revision, copy.assembly = incarnation, 0, 0, None
-        # It may have begun anew elsewhere: until its snapshot says where, its zone may be any.
+        # It may have begun anew elsewhere: its zone is not known until its snapshot tells it.
         copy.zone = ""
         self._tempo.stir(now)
         if copy.keys.version:
             self._empty(copy, "incarnation", now)
 
     def _empty(self, copy: Copy, reason: str, now: float) -> None:
+        """Drop a copy's keys, and the transfer under way."""
         lost = copy.keys.keys
         copy.keys.replace(0, NO_KEYS)
         copy.assembly = None
-        self.holdings.note(copy.endpoint, owner_of(copy.endpoint), 0)
+        self.holdings.note(copy.endpoint, 0)
         self._tempo.stir(now)
-        self._emit(ReplicaChanged(copy.endpoint, "discarded", reason))
+        self._journal.tell(ReplicaChanged(copy.endpoint, "discarded", reason))
         self._on_update(copy.endpoint, NO_KEYS, lost)
 
     def _defend(self, copy: Copy, entry: VectorEntry, now: float) -> None:
-        """Move an own endpoint past words of it that are not this life's."""
+        """Move an own endpoint past words that its present incarnation has not spoken (rule 2)."""
         held = (entry.incarnation, entry.version)
         another = held == copy.held and entry.mark != copy.mark
         later = (entry.incarnation, entry.heartbeat) > copy.beat or (entry.incarnation, entry.revision) > copy.loaded
         if held > copy.held or later or another:
             copy.incarnation = min(entry.incarnation + 1, MAX_INCARNATION)
-            self._counters["refutations"] += 1
+            self._journal.count("refutations")
             self._tempo.stir(now)
             reason = f"incarnation {entry.incarnation} was used before, or another node has this name"
-            self._emit(ReplicaChanged(copy.endpoint, "refuted", reason))
+            self._journal.tell(ReplicaChanged(copy.endpoint, "refuted", reason))
 
     def _bury(self, entry: VectorEntry, now: float) -> None:
-        """Take an endpoint's last word."""
+        """Take an endpoint's last word: the endpoint has left."""
         copy = self.copies.get(entry.endpoint)
         if copy is None or entry.incarnation < copy.incarnation:
             return
@@ -350,7 +409,7 @@ class Members:
         copy.incarnation, copy.heartbeat = entry.incarnation, LAST_BEAT
         self.forget(entry.endpoint, "left")
         while len(self.left) >= self._settings.max_endpoints:
-            # Of others: an own endpoint's last word is this node's to tell.
+            # The last words of own endpoints stay: nobody else tells them.
             oldest = next((name for name in self.left if owner_of(name) != self.node), None)
             if oldest is None:
                 return

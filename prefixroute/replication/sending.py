@@ -1,62 +1,50 @@
-"""Sending: which change a peer is owed, how it is cut to a budget, and how an answer is packed into datagrams.
+"""What a peer is owed: which changes bring its copy up to date, and how a change is cut to a budget.
 
 Rules:
-1. A part holds all keys of the change in its range [lower, upper), so parts are checked, repeated, reordered and cut
-   anew at other borders freely.
+1. A part holds all keys of the change in its range [lower, upper). So parts can be checked one by one, may come again
+   and in any order, and may be cut anew at other borders.
 2. A receiver names the ranges that it lacks; any holder of the same versions goes on from there.
 3. The smaller of delta and snapshot is sent.
-4. Keys that go are told by their rank among the receiver's keys in the range: 1.1 bytes instead of 5 at 625 of 100k.
-   That is exact only at version `since`, which is the only one that a delta applies to.
-5. Each datagram of an answer fits `datagram_bytes` after encoding, and all together fit `burst_bytes`. The first one is
-   what the message is; what goes on is an ACK, which asks for nothing.
-6. A change that fits an empty datagram is not cut for want of room in this one: half of it is of no use if the other
-   half is lost, and with 16 busy nodes and 30 % loss transfers then began faster than they ended.
+4. Removed keys travel as ranks among the receiver's keys in the range: 1.1 bytes instead of 5 at 625 of 100k. Ranks are
+   exact only at version `since`, which is the only one that a delta applies to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from ..keys.keyset import Keys, within
 from ..keys.rice import encode_sorted, encoded_bytes
-from .wire import KEY_LIMIT, Kind, Message, Update, VectorEntry, encode_part, overhead_bytes
+from .wire import KEY_LIMIT, Update, VectorEntry, encode_part
 from .writer_set import Base, Change, Codes, WriterSet
 
 UPDATE_OVERHEAD_BYTES = 80
 """Upper bound of an encoded update's fields beside its endpoint, addresses and keys."""
 
-
 LEAST_KEY_BYTES = 128
 """No part is cut smaller than this many bytes of keys: it would be all frame."""
-
 
 ZONE_BYTES = 40
 """Upper bound of a zone's label."""
 
-
 FIRST = 1
-"""The version at which every life begins, with no keys: who holds it holds nothing."""
-
+"""Version of the empty set, with which every incarnation starts."""
 
 MAX_STEPS = 8
-"""Steps that are sent one by one; who is further behind gets the net change."""
-
+"""Steps that are sent one by one; a receiver that is further behind gets the net change."""
 
 SKIPPED_S = 1.0
-"""For so long after it skipped a version, a copy leaves those that are at it to others."""
-
+"""For so long after a copy jumped over a version, it leaves receivers at that version to others."""
 
 EVERYTHING = ((0, KEY_LIMIT),)
 
 
 class Debt(NamedTuple):
-    """What one peer is owed of one endpoint: `change`, in these ranges of keys. Addresses and zone ride in snapshots.
+    """What one peer is owed of one endpoint: `change`, in these ranges [lower, upper) of keys.
 
-    `lag` are the versions that the peer lacks of the endpoint.
+    Addresses and zone travel with snapshots only. `lag` is how many versions behind the peer is.
     """
 
     endpoint: str
@@ -77,21 +65,23 @@ class Owed(NamedTuple):
 
 
 def owed(keys: WriterSet, incarnation: int, entry: VectorEntry, now: float) -> list[Owed]:
-    """Return what brings the sender of `entry` up to date, in order; nothing when others can do it better.
+    """Return what brings the sender of `entry` up to date, in order; nothing when other nodes can do it better.
 
-    That is the rest of a transfer it has begun, if its versions can still be served; else the last few steps of the
-    owner's, one by one, so that the receiver can pass them on; else a net delta, or a snapshot where the log does not
-    reach or the delta is larger. But a copy that skipped the receiver's version only just now sends no snapshot: a few
-    bytes are under way from those that did not. (Before these two rules two thirds of the bytes of 64 nodes were
-    snapshots.)
+    1. The rest of a transfer that it has begun, if this node can still make the same change.
+    2. The owner's last few steps one by one, so that the receiver can pass them on.
+    3. The net delta.
+    4. A snapshot, where the log does not reach or the delta is larger. But a copy that jumped over the receiver's
+       version just now sends none: a few bytes are under way from the nodes that did not jump.
+
+    Before rules 2 and 4 two thirds of the bytes of 64 nodes were snapshots.
     """
-    same_life = entry.incarnation == incarnation
+    same_incarnation = entry.incarnation == incarnation
     want = entry.want
     if want is not None and want.incarnation == incarnation:
         begun = keys.snapshot_at(want.version) if want.since == 0 else keys.change(want.since, want.version)
         if begun is not None:
             return [Owed(begun, tuple(want.missing))]
-    if same_life and entry.version > FIRST:
+    if same_incarnation and entry.version > FIRST:
         whole = encoded_bytes(KEY_LIMIT, len(keys))
         steps = keys.successive(entry.version, MAX_STEPS)
         if steps and sum(size_bytes(step) for step in steps) <= whole:
@@ -101,12 +91,12 @@ def owed(keys: WriterSet, incarnation: int, entry: VectorEntry, now: float) -> l
             return [Owed(delta)]
         if delta is None and now - keys.skipped(entry.version) < SKIPPED_S:
             return []
-    return [Owed(keys.snapshot(entry.version if same_life else 0))]
+    return [Owed(keys.snapshot(entry.version if same_incarnation else 0))]
 
 
 def size_bytes(change: Change) -> int:
-    """Return an upper bound of what a change's keys take. O(1)."""
-    return encoded_bytes(KEY_LIMIT, len(change.added)) + encoded_bytes(change.n_base, len(change.removed))
+    """Return an upper bound of the bytes that a change's keys take. O(1)."""
+    return encoded_bytes(KEY_LIMIT, len(change.delta.added)) + encoded_bytes(change.n_base, len(change.delta.removed))
 
 
 def cut(debt: Debt, lower: int, upper: int, room: int) -> tuple[bytes | None, int]:
@@ -126,7 +116,7 @@ def cut(debt: Debt, lower: int, upper: int, room: int) -> tuple[bytes | None, in
 
 
 def fits_whole(debt: Debt, lower: int, upper: int, room: int) -> bool:
-    """Whether a whole change is left to send and certainly fits `room` bytes as one part. O(1)."""
+    """Whether all of a change is still to be sent, and certainly fits `room` bytes as one part. O(1)."""
     return _fits_whole(debt.change, lower, upper, room - _frame_bytes(debt))
 
 
@@ -136,7 +126,7 @@ def least_room(zoned: bool = False, addresses_bytes: int = 256 + 80, name_bytes:
 
 
 def _addresses(debt: Debt) -> tuple[str, str, str]:
-    """What rides in snapshots."""
+    """What travels with snapshots only."""
     return (debt.url, debt.contact, debt.zone) if debt.change.since == 0 else ("", "", "")
 
 
@@ -153,17 +143,16 @@ def _fits_whole(change: Change, lower: int, upper: int, room: int) -> bool:
 
 
 def _codes(change: Change, lower: int, upper: int) -> Codes:
-    """The coded keys of one range, kept when it is the whole: most receivers are owed the same."""
+    """The coded keys of one range. Those of the whole change are kept, since most receivers are owed the same."""
     whole = lower == 0 and upper == KEY_LIMIT
     if whole and change.codes:
         return change.codes[0]
-    added = encode_sorted(_between(change.added, lower, upper) - np.uint64(lower), upper - lower)
-    removed = b""
-    gone = _between(change.removed, lower, upper)
-    if len(gone):
+    inside = change.delta.within(lower, upper)
+    added, removed = encode_sorted(inside.added - np.uint64(lower), upper - lower), b""
+    if len(inside.removed):
         base = _base(change)
         start, end = base.ranks(np.array([lower, upper], np.uint64)).tolist()
-        removed = encode_sorted((base.ranks(gone) - start).astype(np.uint64), end - start)
+        removed = encode_sorted((base.ranks(inside.removed) - start).astype(np.uint64), end - start)
     if whole and change.codes is not None:
         change.codes.append((added, removed))
     return added, removed
@@ -176,7 +165,7 @@ def _base(change: Change) -> Base:
 
 def _fit(change: Change, lower: int, upper: int, room: int) -> int | None:
     """The key up to which the part from `lower` on fits `room` bytes, or None when that is not worth a frame."""
-    added, removed = _between(change.added, lower, upper), _between(change.removed, lower, upper)
+    added, removed = change.delta.within(lower, upper)
     if _fits_whole(change, lower, upper, room):
         return upper
     if room < LEAST_KEY_BYTES and (room < 0 or len(added) + len(removed)):
@@ -193,7 +182,7 @@ def _fit(change: Change, lower: int, upper: int, room: int) -> int | None:
     while few < many:
         n = (few + many + 1) // 2
         end = int(keys[n])
-        if _bound(base, _between(added, lower, end), _between(removed, lower, end), lower, end) <= room:
+        if _bound(base, within(added, lower, end), within(removed, lower, end), lower, end) <= room:
             few = n
         else:
             many = n - 1
@@ -201,7 +190,7 @@ def _fit(change: Change, lower: int, upper: int, room: int) -> int | None:
 
 
 def _fit_added(added: Keys, lower: int, room: int) -> int | None:
-    """The same where no key is removed, which every snapshot is: how many keys a part has is what is looked for."""
+    """As `_fit` where no key is removed, as in every snapshot: search for the number of keys that a part may have."""
     few, many = 0, min(len(added) - 1, 4 * room)
     while few < many:
         n = (few + many + 1) // 2
@@ -219,86 +208,3 @@ def _bound(base: Base | None, added: Keys, removed: Keys, lower: int, upper: int
         start, end = base.ranks(np.array([lower, upper], np.uint64)).tolist()
         size += encoded_bytes(end - start, len(removed))
     return size
-
-
-def _between(keys: Keys, lower: int, upper: int) -> Keys:
-    """The keys within [lower, upper)."""
-    return keys if lower == 0 and upper == KEY_LIMIT else within(keys, lower, upper)
-
-
-class Burst:
-    """Packs one answer. `put(kind, head, entries, updates)` takes a datagram that is full; it returns its bytes."""
-
-    def __init__(
-        self,
-        kind: Kind,
-        head: Message,
-        datagram_bytes: int,
-        burst_bytes: int,
-        put: Callable[[Kind, Message, list[bytes], list[bytes]], int],
-    ) -> None:
-        self._kind = kind
-        self._head = head
-        self._rest = Message(head.sender, domain=head.domain, contact=head.contact)
-        self._room = datagram_bytes - overhead_bytes(head)
-        self._empty = datagram_bytes - overhead_bytes(self._rest)
-        self._left = burst_bytes - datagram_bytes
-        self._put = put
-        self._entries: list[bytes] = []
-        self._updates: list[bytes] = []
-        self.too_long = 0
-        """Updates that no datagram has room for: names and urls of a node that may send larger ones."""
-
-    def tell(self, vector: Iterable[VectorEntry], whole: int) -> int:
-        """Pack what fits of a vector; return how many entries that is. All go in the first datagram.
-
-        `whole` entries list everything that the sender knows, and the message then says so.
-        """
-        for entry in vector:
-            encoded = encode_part(entry)
-            if len(encoded) > self._room:
-                break
-            self._entries.append(encoded)
-            self._room -= len(encoded)
-        self._head = msgspec.structs.replace(self._head, complete=len(self._entries) == whole)
-        return len(self._entries)
-
-    def owe(self, debt: Debt) -> Generator[None, None, bool]:
-        """Pack a debt, all its ranges, a datagram at each step; return False when the burst is used up."""
-        for lower, upper in debt.ranges:
-            at = lower
-            while at < upper:
-                part, end = (None, at) if self._waits(debt, at, upper) else cut(debt, at, upper, self._room)
-                if part is not None:
-                    self._updates.append(part)
-                    self._room -= len(part)
-                    at = end
-                elif not self._entries and not self._updates:
-                    self.too_long += 1
-                    break
-                else:
-                    more = self._flush()
-                    yield
-                    if not more:
-                        return False
-        return True
-
-    def end(self) -> None:
-        """Send what is packed."""
-        self._flush()
-
-    def _waits(self, debt: Debt, lower: int, upper: int) -> bool:
-        """Whether a change goes whole in the next datagram."""
-        packed = self._entries or self._updates
-        return (
-            bool(packed)
-            and not fits_whole(debt, lower, upper, self._room)
-            and fits_whole(debt, lower, upper, self._empty)
-        )
-
-    def _flush(self) -> bool:
-        """Send what is packed and begin the next datagram; return whether the burst allows one."""
-        self._left -= self._put(self._kind, self._head, self._entries, self._updates)
-        self._kind, self._head, self._room = Kind.ACK, self._rest, self._empty
-        self._entries, self._updates = [], []
-        return self._left >= 0

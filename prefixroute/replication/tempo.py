@@ -1,19 +1,28 @@
-"""When a node speaks: the settings of gossip, and the pace of its exchanges.
+"""When a node speaks, to whom, and of what first: the pace of its exchanges, and whose turn it is.
 
 Rules:
 1. A round is `fan_out` exchanges, spread evenly over `interval_s`: peers that are asked at the same moment would all
    send the same.
 2. When nothing but heartbeats was news for a second, exchanges slow down step by step to one in `idle_interval_s`.
    Any news brings the full pace back at once.
-3. What changed is published when it is a share of the set, or has waited long enough: not by a clock alone.
+3. All peers are asked in turn, in a new random order each time around. Of the suspected peers only a quarter as many
+   as of the others are asked, so that a fleet of dead addresses costs next to nothing.
+4. A vector that cannot name every endpoint goes on where the last one ended. Own endpoints alternate with others, and
+   those are interleaved by owner, so that no owner can crowd the others out of a vector.
 """
 
 from __future__ import annotations
 
+import random
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+
+from ..keys.names import owner_of
+from .copies import Copy, Peer
 from .gossip_settings import GossipSettings
 
 QUIET_AFTER_S = 1.0
-"""Without news for so long, a node slows down."""
+"""A node slows down after so long without news."""
 
 SLOWER = 1.25
 """Each quiet exchange takes this much longer to the next: gently, so that others learn the new rhythm on the way."""
@@ -33,6 +42,7 @@ class Tempo:
         self.beat_at = now
         """When the next heartbeat is due."""
         self.last_at = now
+        """When the last exchange began."""
         self.news_at = now
         """When there was last anything new but heartbeats."""
 
@@ -60,3 +70,67 @@ class Tempo:
         """Note that there is news: the pace is the full one from now on."""
         self.news_at = now
         self.next_at = min(self.next_at, max(now, self.last_at + self._settings.interval_s))
+
+
+class Turns:
+    """Which peer is asked next, and which endpoints a vector names first. Both mappings are read as they are now."""
+
+    __slots__ = ("_copies", "_named", "_partners", "_peers", "_rng")
+
+    def __init__(self, peers: Mapping[str, Peer], copies: Mapping[str, Copy], rng: random.Random) -> None:
+        self._peers = peers
+        self._copies = copies
+        self._rng = rng
+        self._partners: deque[str] = deque()
+        """The rest of this time around."""
+        self._named: Counter[bool] = Counter()
+        """How many entries vectors have carried, of own endpoints (True) and of others."""
+
+    def partner(self) -> Peer | None:
+        """Return the next peer to ask, None where there is nobody. O(peers) once around."""
+        while True:
+            if not self._partners:
+                live = [peer.node for peer in self._peers.values() if peer.state != "suspected"]
+                dead = [peer.node for peer in self._peers.values() if peer.state == "suspected"]
+                around = live + self._rng.sample(dead, min(len(dead), max(1, len(live) // 4)))
+                if not around:
+                    return None
+                self._rng.shuffle(around)
+                self._partners.extend(around)
+            peer = self._peers.get(self._partners.popleft())
+            if peer is not None:
+                return peer
+
+    def in_order(self) -> list[Copy]:
+        """Return all endpoints in the order in which the next vector should name them. O(endpoints)."""
+        ordered: list[Copy] = []
+        for mine in (True, False):
+            these = self._interleaved([c for c in self._copies.values() if c.mine is mine], self._named[mine])
+            # One to one while there are both, so that neither keeps the other out of a vector.
+            both = min(len(ordered), len(these))
+            ordered = (
+                [copy for two in zip(ordered, these, strict=False) for copy in two] + ordered[both:] + these[both:]
+            )
+        return ordered
+
+    def named(self, copies: Iterable[Copy]) -> None:
+        """Note that a vector named these: the next one goes on behind them."""
+        self._named.update(copy.mine for copy in copies)
+
+    def _interleaved(self, copies: list[Copy], named: int) -> list[Copy]:
+        """Interleave endpoints by owner, all non-peers counting as one owner, from behind the `named` ones on."""
+        groups: dict[str, list[Copy]] = {}
+        for copy in copies:
+            owner = owner_of(copy.endpoint)
+            groups.setdefault(owner if owner in self._peers else "", []).append(copy)
+        queues, rounds = list(groups.values()), named // max(len(groups), 1)
+        start = named % max(len(queues), 1)
+        queues = [queue[rounds % len(queue) :] + queue[: rounds % len(queue)] for queue in queues]
+        queues = queues[start:] + queues[:start]
+        ordered: list[Copy] = []
+        place = 0
+        while queues:
+            ordered += [queue[place] for queue in queues]
+            place += 1
+            queues = [queue for queue in queues if len(queue) > place]
+        return ordered

@@ -1,6 +1,8 @@
 """Single-writer sets: the copy of an owner's set of wire keys at (incarnation, version), and the owner's own.
 
-The table that decides what applies to a copy is in `acceptance`.
+Each version differs from the one before it by a `Change`. A set keeps its last changes in a log, so that it can make
+the net change between any two versions that the log reaches, for receivers at any of them. Which change applies to
+which copy is decided by the table in `acceptance`.
 """
 
 from __future__ import annotations
@@ -13,82 +15,65 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..keys.keyset import NO_KEYS, Delta, Difference, Keys, after, checksum, difference, patched, sorted_keys
+from ..keys.keyset import NO_CHANGE, NO_KEYS, Delta, KeyDelta, Keys, checksum, sorted_keys
 
 LOG_BYTES = 256 * 1024
 """Bound of a set's log of changes: about 16,000 changed keys, a minute of 250 blocks a second."""
 
-
 STEP_BYTES = 256
 """What a step of the log costs beside its keys: two array headers, a tuple and its numbers."""
 
-
 MAX_CHANGES = 16
-"""Changes that a set keeps for its receivers: most are one or two versions behind."""
-
+"""Net changes that a set keeps for its receivers: most receivers are one or two versions behind."""
 
 FOLD_KEYS = 8192
-"""Pending keys that are kept one by one before they are folded into arrays: publishing costs no more than these."""
-
+"""Pending keys that are kept one by one before they are folded into arrays, so that publishing costs no more than
+these."""
 
 Ranks: TypeAlias = NDArray[np.int64]
 
-
 Codes: TypeAlias = tuple[bytes, bytes]
-"""Added keys and ranks of removed ones, as they travel."""
-
-
-_SNAPSHOT, _DELTA = True, False
+"""Added keys and ranks of removed keys, as they travel."""
 
 
 class Base(NamedTuple):
-    """The set that a change starts from, told as a later one and the net change between: ranks in it cost no copy."""
+    """The set that a change starts from, told as a later set and the net change that led there.
 
-    keys: Keys
-    added: Keys
-    removed: Keys
+    So ranks among its keys are counted without making a copy of it.
+    """
+
+    later: Keys
+    delta: KeyDelta
 
     def ranks(self, keys: Keys) -> Ranks:
         """Return for each of `keys` how many keys of the set are below it. O(len(keys) log n)."""
-        ranks: Ranks = (
-            np.searchsorted(self.keys, keys) - np.searchsorted(self.added, keys) + np.searchsorted(self.removed, keys)
-        )
+        added, removed = self.delta
+        ranks: Ranks = np.searchsorted(self.later, keys) - np.searchsorted(added, keys) + np.searchsorted(removed, keys)
         return ranks
 
 
 class Change(NamedTuple):
-    """The net difference of a set between two versions; checksum and anchor stride are those at the later one.
+    """The net change of a set between two versions; checksum and anchor stride are those at the later version.
 
-    `n_base` keys are in the set at the earlier version, and `base` makes them when ranks among them are asked for.
-    `codes` keeps what the whole change is coded to, for all receivers.
+    A snapshot is a change from nothing: `since` is 0. The set has `n_base` keys at the earlier version, and `base`
+    makes them when ranks among them are asked for. `codes` keeps what the whole change is coded to, for all receivers.
+    In the log, `at` is when this copy took the step.
     """
 
     since: int
     version: int
-    added: Keys
-    removed: Keys
+    delta: KeyDelta
     checksum: int
     anchor_stride: int = 1
     n_base: int = 0
     base: Callable[[], Base] | None = None
     codes: list[Codes] | None = None
-
-
-class _Step(NamedTuple):
-    since: int
-    version: int
-    added: Keys
-    removed: Keys
-    checksum: int
-    anchor_stride: int
-    n_base: int
-    at: float
-    codes: list[Codes]
+    at: float = 0.0
 
     @property
     def nbytes(self) -> int:
-        # The codes, which may come later, take less than the keys.
-        return STEP_BYTES + 2 * (self.added.nbytes + self.removed.nbytes)
+        """What the change takes in the log. The codes, which may come later, take less than the keys."""
+        return STEP_BYTES + 2 * (self.delta.added.nbytes + self.delta.removed.nbytes)
 
 
 class WriterSet:
@@ -117,7 +102,7 @@ class WriterSet:
         """The anchor stride at which the owner published the keys."""
         self._checksum = 0
         self._begun_at = float("-inf")
-        self._log: deque[_Step] = deque()
+        self._log: deque[Change] = deque()
         self._log_bytes = 0
         self._frozen: Change | None = None
         self._changes: dict[tuple[int, int], Change | None] = {}
@@ -138,31 +123,31 @@ class WriterSet:
     def advance(
         self,
         version: int,
-        added: Keys,
-        removed: Keys,
+        delta: KeyDelta,
         anchor_stride: int = 1,
         now: float = 0.0,
         codes: Codes | None = None,
         whole: Keys | None = None,
     ) -> None:
-        """Apply a net change that leads to `version`. O(n) copied bytes. `codes` are passed on as they came.
+        """Apply a net change that leads to `version`. O(n) copied bytes.
 
-        `whole` is what it leads to, where that is known.
+        `codes` are what the change travelled as, to be passed on unchanged. `whole` is the set that the change leads
+        to, where that is known already.
         """
-        keys = patched(self.keys, added, removed) if whole is None else whole
-        self._checksum = (self._checksum + checksum(added) - checksum(removed)) % 2**64
-        kept = [codes] if codes is not None else []
-        step = _Step(self.version, version, added, removed, self._checksum, anchor_stride, len(self.keys), now, kept)
-        self.keys, self.version, self.anchor_stride = keys, version, anchor_stride
+        n_base, kept = len(self.keys), [codes] if codes is not None else []
+        self.keys = delta.applied(self.keys) if whole is None else whole
+        self._checksum = (self._checksum + checksum(delta.added) - checksum(delta.removed)) % 2**64
+        step = Change(self.version, version, delta, self._checksum, anchor_stride, n_base, None, kept, now)
+        self.version, self.anchor_stride = version, anchor_stride
         self._changes.clear()
         self._log.append(step)
         self._log_bytes += step.nbytes
         while self._log_bytes > LOG_BYTES:
             self._log_bytes -= self._log.popleft().nbytes
 
-    def fits(self, added: Keys, removed: Keys) -> bool:
-        """Whether every removed key is held and no added one is: what a net change to this very state must satisfy."""
-        return bool(self.holds(removed).all()) and not bool(self.holds(added).any())
+    def fits(self, delta: KeyDelta) -> bool:
+        """Whether the set has every removed key and no added one, as a net change to this very state must have it."""
+        return bool(self.holds(delta.removed).all()) and not bool(self.holds(delta.added).any())
 
     def holds(self, keys: Keys) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Return for each of `keys` whether it is in the set. O(len(keys) log n)."""
@@ -196,9 +181,9 @@ class WriterSet:
         return self._changes[since, until]
 
     def skipped(self, version: int) -> float:
-        """Return when this copy went past `version` without being at it; -inf when it was there or cannot know.
+        """Return when the copy jumped over `version`; -inf if it did not, or if the log does not reach.
 
-        From a copy that skipped it there is no delta since `version`, but others were there.
+        A copy that jumped over a version has no delta since it, but other nodes were at it and have one.
         """
         if not self._log or version < self._log[0].since:
             return self._begun_at
@@ -208,7 +193,7 @@ class WriterSet:
     def successive(self, since: int, limit: int) -> list[Change]:
         """Return the changes that lead from `since` to the present step by step; none if they are more than `limit`.
 
-        Who takes them one by one can pass each of them on, to others at any version between.
+        A receiver that takes them one by one can pass each of them on, to others at any version between.
         """
         steps = self._steps(since, self.version)
         if not 0 < len(steps) <= limit:
@@ -220,26 +205,25 @@ class WriterSet:
         steps = self._steps(since, until)
         if not steps:
             return None
-        last = steps[-1]
         keys, later = self.keys, self._steps(since, self.version)
-        codes = last.codes if len(steps) == 1 else []
-        added, removed = _net(steps)
 
         def base() -> Base:
-            return Base(keys, *_net(later))
+            return Base(keys, _net(later))
 
-        return Change(since, until, added, removed, last.checksum, last.anchor_stride, steps[0].n_base, base, codes)
+        first, last = steps[0], steps[-1]
+        codes = last.codes if len(steps) == 1 else []
+        return Change(since, until, _net(steps), last.checksum, last.anchor_stride, first.n_base, base, codes)
 
-    def _steps(self, since: int, until: int) -> list[_Step]:
-        """The steps of the log that lead from one version to another; none if it does not hold them all."""
+    def _steps(self, since: int, until: int) -> list[Change]:
+        """The steps of the log that lead from one version to another; none if the log does not hold them all."""
         steps = [step for step in self._log if step.since >= since and step.version <= until]
         return steps if steps and steps[0].since == since and steps[-1].version == until else []
 
     def snapshot(self, after: int = 0) -> Change:
         """Return the set as a change from nothing, frozen so that a transfer in parts can go on while it changes.
 
-        The frozen state is kept as long as the log leads from it to the present; then a receiver that has it whole
-        catches up by a delta. It is of a version later than `after`: a receiver is not sent what it holds already.
+        The frozen state is kept as long as the log leads from it to the present: a receiver that has all of it then
+        catches up by a delta. The snapshot is of a version later than `after`, which the receiver has already.
         """
         frozen = self._frozen
         if (
@@ -248,8 +232,7 @@ class WriterSet:
             and (frozen.version == self.version or (self._log and self._log[0].since <= frozen.version))
         ):
             return frozen
-        self._frozen = Change(0, self.version, self.keys, NO_KEYS, self._checksum, self.anchor_stride, 0, None, [])
-        return self._frozen
+        return self._freeze(self.version, self.keys, self._checksum, self.anchor_stride)
 
     def snapshot_at(self, version: int) -> Change | None:
         """Return the snapshot of one version, if it is the frozen or the present one or the log leads back to it.
@@ -264,13 +247,15 @@ class WriterSet:
         steps = self._steps(version, self.version)
         if not steps:
             return None
-        added, removed = _net(steps)
-        keys = patched(self.keys, removed, added)
         anchor_stride = next((step.anchor_stride for step in self._log if step.version == version), None)
         if anchor_stride is None:
-            # The log begins there, and does not tell at which stride.
+            # The log begins at this version, and does not say at which stride it was published.
             return None
-        self._frozen = Change(0, version, keys, NO_KEYS, checksum(keys), anchor_stride, 0, None, [])
+        keys = _net(steps).reversed().applied(self.keys)
+        return self._freeze(version, keys, checksum(keys), anchor_stride)
+
+    def _freeze(self, version: int, keys: Keys, total: int, anchor_stride: int) -> Change:
+        self._frozen = Change(0, version, KeyDelta(keys, NO_KEYS), total, anchor_stride, codes=[])
         return self._frozen
 
     def _check(self) -> None:
@@ -294,31 +279,31 @@ class OwnedSet(WriterSet):
         self.stride = 1
         """The anchor stride of what is published next."""
         self._pending = Delta(set(), set())
-        self._folded = Difference(NO_KEYS, NO_KEYS)
-        """Added and removed keys that are pending since longer."""
+        self._folded = NO_CHANGE
+        """Changes that have been pending for longer, as arrays."""
         self._published_at = float("-inf")
 
-    def gather(self, changes: Delta) -> None:
-        """Take wire keys that came and went. O(changes)."""
-        self._pending.lose_all(changes.removed)
-        self._pending.gain_all(changes.added)
+    def gather(self, delta: Delta) -> None:
+        """Take wire keys that came and went. O(changed keys)."""
+        self._pending.lose_all(delta.removed)
+        self._pending.gain_all(delta.added)
         if len(self._pending.added) + len(self._pending.removed) >= FOLD_KEYS:
             self._fold()
 
     def become(self, keys: set[int]) -> None:
-        """Take what is to be held once all is published, whatever was pending. O(n), 20 ns a key."""
+        """Make `keys` the set once all is published, whatever was pending. O(n), 20 ns a key."""
         self._pending = Delta(set(), set())
-        self._folded = difference(sorted_keys(keys), self.keys)
+        self._folded = KeyDelta.between(self.keys, sorted_keys(keys))
 
     def pending(self) -> set[int]:
         """Return the keys as they will be once all is published. O(n)."""
         self._fold()
-        keys: list[int] = patched(self.keys, *self._folded).tolist()
+        keys: list[int] = self._folded.applied(self.keys).tolist()
         return set(keys)
 
     def due(self, share: float, within_s: float, now: float) -> bool:
         """Whether there is something to publish that is `share` of the set, or that long after the last time."""
-        n = len(self._pending.added) + len(self._pending.removed) + len(self._folded.left) + len(self._folded.right)
+        n = len(self._pending.added) + len(self._pending.removed) + self._folded.size
         if not n and self.stride == self.anchor_stride:
             return False
         # A float's rounding must not put it off by a whole exchange.
@@ -327,25 +312,21 @@ class OwnedSet(WriterSet):
     def publish(self, now: float = 0.0) -> bool:
         """Step the version if there is anything new since the last step. O(n) copied bytes."""
         self._fold()
-        added, removed = self._folded
-        if not len(added) and not len(removed) and self.stride == self.anchor_stride:
+        if not self._folded.size and self.stride == self.anchor_stride:
             return False
-        self.advance(self.version + 1, added, removed, self.stride, now)
-        self._folded, self._published_at = Difference(NO_KEYS, NO_KEYS), now
+        self.advance(self.version + 1, self._folded, self.stride, now)
+        self._folded, self._published_at = NO_CHANGE, now
         return True
 
     def _fold(self) -> None:
         if self._pending.added or self._pending.removed:
-            recent = Difference(sorted_keys(self._pending.added), sorted_keys(self._pending.removed))
-            self._folded = after(self._folded, recent)
+            self._folded = self._folded.then(self._pending.sorted())
             self._pending = Delta(set(), set())
 
 
-def _net(steps: list[_Step]) -> tuple[Keys, Keys]:
-    """What successive steps come to: keys added and keys removed."""
-    if len(steps) == 1:
-        return steps[0].added, steps[0].removed
-    net = Difference(NO_KEYS, NO_KEYS)
-    for step in steps:
-        net = after(net, Difference(step.added, step.removed))
-    return net.left, net.right
+def _net(steps: list[Change]) -> KeyDelta:
+    """The net change of successive steps."""
+    net = steps[0].delta if steps else NO_CHANGE
+    for step in steps[1:]:
+        net = net.then(step.delta)
+    return net

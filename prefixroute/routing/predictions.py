@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..keys.chain import TokenChain
+from ..keys.chain import TokenChain, reusable_depth
 from .standing import Standing
 
 LIFETIME_S = 60.0
@@ -149,6 +149,5 @@ class Predictions:
 
 def _end(prediction: _Prediction) -> int:
     """How many blocks of a prompt its endpoint can reuse if it reuses any."""
-    chain, size = prediction.chain, prediction.chain.spec.block_tokens
-    unit = prediction.standing.hit_unit or size
-    return (chain.n_tokens - chain.n_tokens % unit) // size
+    chain = prediction.chain
+    return reusable_depth(chain.n_tokens, prediction.standing.hit_unit, chain.spec.block_tokens)

@@ -13,7 +13,6 @@ Rules:
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -21,7 +20,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ..errors import UsageError
-from ..events import NodeEvent, PeerChanged
+from ..events import Journal, PeerChanged
 from ..keys.chain import TokenChain
 from ..policy.interface import Candidate, Policy, Request, Withheld
 from .decision import Decision, Outcome, OutcomeKind
@@ -39,7 +38,7 @@ MAX_LOCAL = 64
 _COST = attrgetter("cost_s")
 _NOBODY: tuple[Candidate, ...] = ()
 _FAILURES = (OutcomeKind.FAILED, OutcomeKind.TIMED_OUT)
-_OUTCOMES = {kind: f"outcomes_{kind.value.replace(' ', '_')}" for kind in OutcomeKind}
+_OUTCOMES = {kind: kind.value.replace(" ", "_") for kind in OutcomeKind}
 
 
 @dataclass(slots=True)
@@ -82,8 +81,7 @@ class Router:
         refusal_s: float,
         max_flights: int,
         rng: random.Random,
-        emit: Callable[[NodeEvent], None],
-        counters: Counter[str],
+        journal: Journal,
         hooks: Hooks,
         gate: Gate | None = None,
     ) -> None:
@@ -97,8 +95,7 @@ class Router:
         self._refusal_s = refusal_s
         self._max_flights = max_flights
         self._rng = rng
-        self._emit = emit
-        self._counters = counters
+        self._journal = journal
         self._hooks = hooks
         self._gate = gate
         self._predictions = Predictions()
@@ -109,7 +106,7 @@ class Router:
         self._tickets += 1
         decision, best = self._decide(self._tickets, chain, forwarded, now)
         if forwarded and best.cost_s > budget_s:
-            self._counters["decisions_declined"] += 1
+            self._journal.count("decisions", "declined")
             reason = f"declined: longer here than the budget of {1000 * budget_s:.0f} ms"
             return decision._replace(declined=True, reason=reason)
         flight = Flight(decision, chain, best.endpoint, list(decision.fallbacks), now)
@@ -117,7 +114,7 @@ class Router:
         if len(self.flights) > self._max_flights:
             self._give_up(next(iter(self.flights)), now)
         self._book(flight, self.fleet.standings[best.endpoint], best, now)
-        self._counters["decisions_local" if best.local else "decisions_forward"] += 1
+        self._journal.count("decisions", "local" if best.local else "forward")
         return decision
 
     def _decide(
@@ -183,9 +180,9 @@ class Router:
         """Take an attempt's outcome; return the endpoint to try next, or None."""
         flight = self.flights.get(ticket)
         if flight is None or (endpoint is not None and endpoint != flight.target):
-            self._counters["outcomes_late"] += 1
+            self._journal.count("outcomes", "late")
             return None
-        self._counters[_OUTCOMES[outcome.kind]] += 1
+        self._journal.count("outcomes", _OUTCOMES[outcome.kind])
         standing = self.fleet.standings.get(flight.target)
         if standing is not None:
             self.fleet.release(standing, ticket, now)
@@ -365,7 +362,7 @@ class Router:
             left = [standing for standing in left if standing.needs_s < inf]
         if not left:
             del self.flights[flight.decision.id]
-            self._counters["exhausted"] += 1
+            self._journal.count("exhausted")
             return None
         usable = (standing for standing in left if standing.bit & self.fleet.usable)
         locals_ = (standing for standing in left if standing.local)
@@ -376,7 +373,7 @@ class Router:
         flight.left = [other.name for other in (*left[at + 1 :], *passed)]
         flight.target, flight.sent_at = standing.name, now
         self._book(flight, standing, self._candidate(flight, standing), now)
-        self._counters["fallbacks"] += 1
+        self._journal.count("fallbacks")
         return standing.name
 
     @staticmethod
@@ -393,7 +390,7 @@ class Router:
             outcome.kind is OutcomeKind.DECLINED and not standing.lateness.declines
         )
         if answers and self.fleet.served(standing):
-            self._emit(PeerChanged(peer, "resumed", standing.name))
+            self._journal.tell(PeerChanged(peer, "resumed", standing.name))
         if outcome.kind is OutcomeKind.DECLINED:
             self._compare_hit(flight, standing, outcome.cached_tokens, now)
         elif outcome.kind is OutcomeKind.SERVED:
@@ -401,8 +398,8 @@ class Router:
             self._compare_hit(flight, standing, outcome.cached_tokens, now)
             if outcome.cached_tokens is not None:
                 predicted, unit = self._candidate(flight, standing).matched_tokens, standing.hit_unit
-                self._counters["predicted_tokens"] += predicted
-                self._counters["cached_tokens"] += outcome.cached_tokens
+                self._journal.count("predicted_tokens", n=predicted)
+                self._journal.count("cached_tokens", n=outcome.cached_tokens)
                 standing.accuracy = standing.accuracy.and_one(
                     predicted, outcome.cached_tokens, unit or self._block_tokens
                 )
@@ -414,7 +411,7 @@ class Router:
             self._hooks.served(flight, standing, outcome, now)
         elif outcome.kind in _FAILURES and not standing.local and standing.suspension.failed(flight.sent_at, now):
             self.fleet.refresh_sharing(standing, now)
-            self._emit(PeerChanged(peer, "suspended", outcome.reason or outcome.kind.value))
+            self._journal.tell(PeerChanged(peer, "suspended", outcome.reason or outcome.kind.value))
         load = outcome.load if not standing.local else None
         if load is not None:
             # It was true when the reply was sent.
@@ -437,7 +434,7 @@ class Router:
             if standing.lateness.declines > MAX_DECLINES and standing.suspension.failed(flight.sent_at, now):
                 self.fleet.refresh_sharing(standing, now)
                 reason = "it declines what it would serve in time by its own word"
-                self._emit(PeerChanged(standing.name.partition("/")[0], "suspended", reason))
+                self._journal.tell(PeerChanged(standing.name.partition("/")[0], "suspended", reason))
 
     def _compare_hit(self, flight: Flight, standing: Standing, cached_tokens: int | None, now: float) -> None:
         """Hold what was predicted against the engine's own count; misses lower the trust in this endpoint's digest."""
@@ -459,7 +456,7 @@ class Router:
         standing = self.fleet.standings.get(flight.target)
         if standing is not None and standing.local:
             self._hooks.ended(ticket, standing)
-        self._counters["outcomes_missing"] += 1
+        self._journal.count("outcomes", "missing")
 
 
 def _quicker(passed_over: Sequence[Candidate]) -> bool:

@@ -16,12 +16,12 @@ Rules:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
 from ..errors import UsageError
+from ..events import Journal
 from ..keys.names import ANY, checked_zone
 
 FORWARDS = ("always", "above", "never")
@@ -103,10 +103,10 @@ class Zones:
 class Gate:
     """The rules as they are for a node of one zone, looked up by target and counted."""
 
-    def __init__(self, zone: str, zones: Zones, counters: Counter[str]) -> None:
+    def __init__(self, zone: str, zones: Zones, journal: Journal) -> None:
         self.zone = zone
         self._zones = zones
-        self._counters = counters
+        self._journal = journal
         self._needs: dict[str, float] = {}
         self._counted: set[str] = set()
 
@@ -121,11 +121,11 @@ class Gate:
 
     def forwarded(self, to: str) -> None:
         """Count an attempt that goes to a zone."""
-        self._counters[f"zone_forwards_{self._label(to)}"] += 1
+        self._journal.count("zone_forwards", self._label(to))
 
     def withheld(self, rule: str, to: str) -> None:
         """Count a prompt that might have been quicker in a zone to which it does not go."""
-        self._counters[f"zone_withheld_{rule}_{self._label(to)}"] += 1
+        self._journal.count(f"zone_withheld_{rule}", self._label(to))
 
     def _label(self, to: str) -> str:
         if to not in self._counted:

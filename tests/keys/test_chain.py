@@ -89,7 +89,7 @@ def test_both_forms_are_the_definition_at_every_depth_in_any_order(
     rng.shuffle(order)
     assert {d: prompt.key(d) for d in order} == dict(enumerate(expected))
     assert [prompt.key(d) for d in order] == [expected[d] for d in order]
-    assert [prompt.wire(d) for d in range(depth + 1)] == [wire_key(key) for key in expected]
+    assert [wire_key(prompt.key(d)) for d in range(depth + 1)] == [wire_key(key) for key in expected]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 30, 31, 32, 33, 63, 64, 65, 95, 96, 97])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixroute.keys.keyset import Delta, Difference, Keys, after, difference, merge, patched, sorted_keys, within
+from prefixroute.keys.keyset import Delta, KeyDelta, Keys, difference, merge, sorted_keys, within
 from prefixroute.replication import writer_set
 from prefixroute.replication.wire import KEY_LIMIT
 from prefixroute.replication.writer_set import OwnedSet
@@ -30,7 +30,7 @@ def test_two_sets(one: set[int], other: set[int]) -> None:
     left, right = difference(array(one), array(other))
     assert same(left, one - other) and same(right, other - one)
     assert same(merge(array(one - other), array(other)), one | other)
-    assert same(patched(array(one), array(other - one), array(one & other)), one ^ other)
+    assert same(KeyDelta(array(other - one), array(one & other)).applied(array(one)), one ^ other)
     assert same(sorted_keys(one), one)
 
 
@@ -38,15 +38,19 @@ def test_two_sets(one: set[int], other: set[int]) -> None:
 @given(key_sets, st.integers(0, KEY_LIMIT), st.integers(0, KEY_LIMIT))
 def test_a_range_of_keys(keys: set[int], lower: int, upper: int) -> None:
     lower, upper = sorted((lower, upper))
-    assert same(within(array(keys), lower, upper), {key for key in keys if lower <= key < upper})
+    inside = {key for key in keys if lower <= key < upper}
+    assert same(within(array(keys), lower, upper), inside)
+    delta = KeyDelta(array(keys), array(keys)).within(lower, upper)
+    assert same(delta.added, inside) and same(delta.removed, inside)
 
 
 @settings(derandomize=True, deadline=None, database=None)
 @given(key_sets, key_sets, key_sets)
 def test_two_changes_come_to_one(first: set[int], second: set[int], third: set[int]) -> None:
-    steps = [Difference(array(b - a), array(a - b)) for a, b in ((first, second), (second, third))]
-    net = after(*steps)
-    assert same(net.left, third - first) and same(net.right, first - third)
+    one, other = KeyDelta.between(array(first), array(second)), KeyDelta(array(third - second), array(second - third))
+    net = one.then(other)
+    assert same(net.added, third - first) and same(net.removed, first - third)
+    assert same(net.applied(array(first)), third) and same(net.reversed().applied(array(third)), first)
 
 
 @settings(derandomize=True, deadline=None, database=None)

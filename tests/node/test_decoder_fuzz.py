@@ -291,10 +291,10 @@ def test_parts_without_keys_leave_a_vector_that_still_fits() -> None:
     parts = [["a/0", 1, 0, 3, 0, 1, 2 * i, 2 * i + 1, b"", b""] for i in range(2000)]
     for lower in range(0, 2000, 500):
         feed(node, says([], parts[lower : lower + 500]), 0.1)
-    wanted = node._gossip.copies["a/0"].entry(0.1, False).want
+    wanted = node._members.copies["a/0"].entry(0.1, False).want
     assert wanted is not None
     assert len(wanted.missing) == MAX_MISSING
-    assert isinstance(node._gossip.copies["a/0"].assembly, Assembly)
+    assert isinstance(node._members.copies["a/0"].assembly, Assembly)
 
 
 # --- the decoders of engines' events -----------------------------------------------------------------------

@@ -155,7 +155,7 @@ def whole(run: Fleet) -> None:
         settings: NodeSettings = node.settings
         node._check()
         digests = node.digests()
-        members = node._gossip.members
+        members = node._members
         by_owner: dict[str, int] = {}
         for endpoint in digests:
             owner = endpoint.partition("/")[0]
@@ -267,6 +267,6 @@ def test_memory_of_a_node_stays_within_its_stated_bound() -> None:
         held = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    keys, endpoints = node._gossip.members.holdings.total, len(node.digests())
-    assert keys > 40_000 and endpoints > 400 and len(node._gossip.members.left) > 200
+    keys, endpoints = node._members.holdings.total, len(node.digests())
+    assert keys > 40_000 and endpoints > 400 and len(node._members.left) > 200
     assert held <= BYTES_OF_A_NODE + BYTES_OF_A_KEY * keys + BYTES_OF_AN_ENDPOINT * endpoints

@@ -125,8 +125,8 @@ def test_a_short_promise_has_one_mark() -> None:
     chain = TokenChain(spec, 5, list(range(130)))
     made = Promises()
     made.begin(1, Promise(chain, 0, 32))
-    assert made.settle(1, True) == {chain.wire(32), wire_key(marked(chain.key(1)))}
-    assert made.withdraw(1) == {chain.wire(32), wire_key(marked(chain.key(1)))}
+    assert made.settle(1, True) == {wire_key(chain.key(32)), wire_key(marked(chain.key(1)))}
+    assert made.withdraw(1) == {wire_key(chain.key(32)), wire_key(marked(chain.key(1)))}
     made._check()
 
 
@@ -188,11 +188,11 @@ def test_sparse_coarse_and_exact_endpoints_are_found_in_one_search(seed: int) ->
             index.update(name, sparse_keys(chain, *ends), ())
             depths[name] = max((end for end in ends if end < chain.n_tokens), default=0)
         elif i % 3 == 1:
-            index.update(name, {chain.wire(d) for d in range(1, most + 1)}, ())
+            index.update(name, {wire_key(chain.key(d)) for d in range(1, most + 1)}, ())
             depths[name] = most
         else:
             index.set_stride(name, 8)
-            index.update(name, {chain.wire(d) for d in range(1, most + 1) if d in (1, most) or d % 8 == 0}, ())
+            index.update(name, {wire_key(chain.key(d)) for d in range(1, most + 1) if d in (1, most) or d % 8 == 0}, ())
             depths[name] = most
     found = {name: s.depth for s in index.search(chain, 20) for name in index.names(s.mask)}
     assert found == {name: depth for name, depth in depths.items() if depth}
@@ -213,14 +213,14 @@ def test_an_endpoint_is_sparse_as_long_as_it_says_so() -> None:
     index.leave("a", sparse_keys(chain, 40))
     assert index.sparse == 0
     index.join("c")
-    index.update("c", {chain.wire(d) for d in range(1, 41)}, ())
+    index.update("c", {wire_key(chain.key(d)) for d in range(1, 41)}, ())
     assert index.depth(chain, index.bit("c")) == 40, "it has the bit that was a's"
 
 
 def test_a_mark_alone_proves_nothing() -> None:
     index, chain = MergedIndex(), TokenChain(ChainSpec(1, 5), 9, list(range(100)))
     index.join("a")
-    index.update("a", sparse_keys(chain, 40, 90) - {chain.wire(90)}, ())
+    index.update("a", sparse_keys(chain, 40, 90) - {wire_key(chain.key(90))}, ())
     assert index.search(chain) == [Stratum(40, 1)]
     index.update("a", (), {wire_key(marked(chain.key(1)))})
     assert index.search(chain) == [], "no end is behind the first block, whatever else is there"

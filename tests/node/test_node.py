@@ -26,7 +26,7 @@ from prefixroute import (
     StreamGap,
     UsageError,
 )
-from prefixroute.node import MAX_EVENTS
+from prefixroute.events import MAX_EVENTS
 from prefixroute.testing import Mesh, stored
 
 # --- membership ---------------------------------------------------------------------------------------------

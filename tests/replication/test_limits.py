@@ -17,13 +17,13 @@ from prefixroute.keys.keyset import checksum
 from prefixroute.keys.rice import encode_sorted
 from prefixroute.replication.limits import (
     MAX_SOURCES,
-    TOLD_AT_ONCE,
     Bucket,
     Holdings,
     Limits,
     honest_bytes_per_s,
     honest_datagrams_per_s,
 )
+from prefixroute.replication.refusals import TOLD_AT_ONCE
 from prefixroute.replication.wire import KEY_LIMIT, Kind, Update, VectorEntry
 
 SETTINGS = NodeSettings()
@@ -99,13 +99,13 @@ def test_forged_datagrams_are_told_at_a_bounded_pace_and_all_counted() -> None:
 
 def test_holdings_bound_an_owner_and_all() -> None:
     held = Holdings(NodeSettings(max_owner_keys=100, max_all_keys=150))
-    assert held.fits("a/0", "a", 100) and not held.fits("a/0", "a", 101)
-    held.note("a/0", "a", 60)
-    assert held.fits("a/1", "a", 40) and not held.fits("a/1", "a", 41)
-    assert held.fits("b/0", "b", 90) and not held.fits("b/0", "b", 91)
-    held.note("a/0", "a", 10)
+    assert held.fits("a/0", 100) and not held.fits("a/0", 101)
+    held.note("a/0", 60)
+    assert held.fits("a/1", 40) and not held.fits("a/1", 41)
+    assert held.fits("b/0", 90) and not held.fits("b/0", 91)
+    held.note("a/0", 10)
     assert held.total == 10
-    held.lost("a/0", "a")
+    held.lost("a/0")
     assert (held.total, held._of_owner, held.endpoints) == (0, {}, {})
 
 

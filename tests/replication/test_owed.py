@@ -10,7 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from transfers import LIFE, Case, debt_of, decoded, delta_of, keys, offered, parts_of, same, snapshot_of
 
-from prefixroute.keys.keyset import NO_KEYS, Delta
+from prefixroute.keys.keyset import NO_KEYS, Delta, KeyDelta
 from prefixroute.keys.rice import encoded_bytes
 from prefixroute.replication.assembly import Assembly
 from prefixroute.replication.sending import EVERYTHING, MAX_STEPS, SKIPPED_S, Owed, cut, owed, size_bytes
@@ -24,7 +24,7 @@ def grown(versions: int, each: int = 10, anchor_stride: int = 1) -> WriterSet:
     """A set that gained `each` keys at every version."""
     held = WriterSet()
     for version in range(1, versions + 1):
-        held.advance(version, keys(*range((version - 1) * each, version * each)), NO_KEYS, anchor_stride)
+        held.advance(version, KeyDelta(keys(*range((version - 1) * each, version * each)), NO_KEYS), anchor_stride)
     return held
 
 
@@ -41,7 +41,7 @@ def entry(version: int, incarnation: int = LIFE, want: Want | None = None) -> Ve
 def test_who_holds_nothing_or_another_life_is_owed_a_snapshot() -> None:
     for sender in (VectorEntry("a/0", 0, 0), entry(0), entry(3, LIFE - 1), entry(9, LIFE - 1)):
         change, ranges = due(grown(4), LIFE, sender)
-        assert (change.since, change.version, len(change.added), ranges) == (0, 4, 40, EVERYTHING)
+        assert (change.since, change.version, len(change.delta.added), ranges) == (0, 4, 40, EVERYTHING)
 
 
 @pytest.mark.parametrize("behind", [1, 2, 3, MAX_STEPS])
@@ -49,21 +49,21 @@ def test_who_is_a_little_behind_is_owed_the_owners_own_steps(behind: int) -> Non
     found = owed(grown(20), LIFE, entry(20 - behind), 100.0)
     first = 20 - behind
     assert [(change.since, change.version) for change, _ in found] == [(i, i + 1) for i in range(first, 20)]
-    assert all((len(change.added), ranges) == (10, EVERYTHING) for change, ranges in found)
+    assert all((len(change.delta.added), ranges) == (10, EVERYTHING) for change, ranges in found)
 
 
 @pytest.mark.parametrize("behind", [MAX_STEPS + 1, 12])
 def test_who_is_further_behind_is_owed_the_net_delta(behind: int) -> None:
     change, ranges = due(grown(20), LIFE, entry(20 - behind))
-    assert (change.since, change.version, len(change.added), ranges) == (20 - behind, 20, 10 * behind, EVERYTHING)
+    assert (change.since, change.version, len(change.delta.added), ranges) == (20 - behind, 20, 10 * behind, EVERYTHING)
 
 
 def test_steps_that_take_more_than_a_snapshot_give_way_to_their_net_change() -> None:
     held = grown(2, 30)
-    held.advance(3, keys(*range(1000, 1060)), NO_KEYS)
-    held.advance(4, NO_KEYS, keys(*range(1000, 1060)))
+    held.advance(3, KeyDelta(keys(*range(1000, 1060)), NO_KEYS))
+    held.advance(4, KeyDelta(NO_KEYS, keys(*range(1000, 1060))))
     change, _ = due(held, LIFE, entry(2))
-    assert (change.since, change.version, len(change.added), len(change.removed)) == (2, 4, 0, 0)
+    assert (change.since, change.version, len(change.delta.added), len(change.delta.removed)) == (2, 4, 0, 0)
 
 
 def test_who_is_at_the_first_version_holds_nothing_and_is_owed_a_snapshot_at_once() -> None:
@@ -74,7 +74,7 @@ def test_who_is_at_the_first_version_holds_nothing_and_is_owed_a_snapshot_at_onc
 
 def test_who_is_further_behind_than_the_log_is_owed_a_snapshot() -> None:
     held = grown(2)
-    held.advance(3, keys(*range(10**6, 10**6 + LOG_BYTES // 8)), NO_KEYS)
+    held.advance(3, KeyDelta(keys(*range(10**6, 10**6 + LOG_BYTES // 8)), NO_KEYS))
     change, _ = due(held, LIFE, entry(2))
     assert (change.since, change.version) == (0, 3)
 
@@ -84,8 +84,8 @@ def test_who_is_at_a_version_that_was_just_skipped_is_left_to_others(way: str) -
     held = WriterSet()
     if way != "life":
         held.replace(2, keys(*range(100)), now=1.0)
-        held.advance(5, keys(200), NO_KEYS, now=50.0)
-        held.advance(6, keys(300), NO_KEYS, now=50.5)
+        held.advance(5, KeyDelta(keys(200), NO_KEYS), now=50.0)
+        held.advance(6, KeyDelta(keys(300), NO_KEYS), now=50.5)
     else:
         held.replace(6, keys(*range(102)), now=50.0)
     for version in (3, 4):
@@ -130,7 +130,7 @@ def test_the_smaller_of_delta_and_snapshot_is_owed(stay: int, go: int, come: int
     drawn = rng.sample(range(KEY_LIMIT), stay + go + come)
     held = WriterSet()
     held.replace(2, keys(*drawn[: stay + go]))
-    held.advance(3, keys(*drawn[stay + go :]), keys(*drawn[stay : stay + go]))
+    held.advance(3, KeyDelta(keys(*drawn[stay + go :]), keys(*drawn[stay : stay + go])))
     delta, snapshot = held.change(2, 3), held.snapshot(2)
     assert delta is not None
     change, _ = due(held, LIFE, entry(2))
@@ -150,15 +150,15 @@ def test_a_size_is_a_bound_of_the_code_at_either_universe() -> None:
 def test_who_has_the_frozen_snapshot_is_not_sent_it_again() -> None:
     held = grown(1, 100)
     assert due(held, LIFE, entry(0))[0].version == 1
-    held.advance(2, NO_KEYS, keys(*range(100)))
+    held.advance(2, KeyDelta(NO_KEYS, keys(*range(100))))
     change, _ = due(held, LIFE, entry(1))
-    assert (change.since, change.version, len(change.added)) == (0, 2, 0)
+    assert (change.since, change.version, len(change.delta.added)) == (0, 2, 0)
 
 
 def test_a_snapshot_that_was_begun_is_owed_in_what_is_missing_while_the_owner_changes() -> None:
     held = grown(3)
     begun, _ = due(held, LIFE, entry(0))
-    held.advance(4, keys(1000), keys(0))
+    held.advance(4, KeyDelta(keys(1000), keys(0)))
     missing = [(17, 20), (99, KEY_LIMIT)]
     change, ranges = due(held, LIFE, entry(0, want=Want(LIFE, 0, 3, missing)))
     assert change is begun
@@ -171,11 +171,13 @@ def test_a_snapshot_that_another_holder_began_is_made_again_from_the_log(version
     held, states = grown(1, 100), dict[int, tuple[list[int], int, int]]()
     for at in range(2, 10):
         gone = rng.sample(held.tolist(), 7)
-        held.advance(at, keys(*sorted(rng.sample(range(10**6, 10**7), 5))), keys(*sorted(gone)), 2 ** (at % 3))
+        held.advance(
+            at, KeyDelta(keys(*sorted(rng.sample(range(10**6, 10**7), 5))), keys(*sorted(gone))), 2 ** (at % 3)
+        )
         states[at] = (held.tolist(), held.checksum, held.anchor_stride)
     change, ranges = due(held, LIFE, entry(0, want=Want(LIFE, 0, version, [(44, KEY_LIMIT)])))
     assert (change.since, change.version, ranges) == (0, version, ((44, KEY_LIMIT),))
-    assert (change.added.tolist(), change.checksum, change.anchor_stride) == states[version]
+    assert (change.delta.added.tolist(), change.checksum, change.anchor_stride) == states[version]
     assert held.snapshot_at(version) is change
 
 
@@ -196,7 +198,7 @@ def test_a_transfer_that_cannot_be_served_gives_way_to_what_is_due(versions: tup
 @pytest.mark.parametrize("since", [0, 3])
 def test_the_anchor_stride_travels_with_delta_and_snapshot(since: int) -> None:
     held = grown(4, 200)
-    held.advance(5, keys(9000), keys(3), 4)
+    held.advance(5, KeyDelta(keys(9000), keys(3)), 4)
     change, _ = due(held, LIFE, entry(since)) if not since else Owed(held.change(since, 5) or held.snapshot())
     assert (change.since, change.anchor_stride) == (since, 4)
     case = Case(change, set(range(600)) if since else set(), set(held.tolist()))

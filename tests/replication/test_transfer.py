@@ -28,7 +28,7 @@ from transfers import (
 )
 
 from prefixroute import DecodeError
-from prefixroute.keys.keyset import NO_KEYS
+from prefixroute.keys.keyset import NO_KEYS, KeyDelta
 from prefixroute.keys.rice import encode_sorted
 from prefixroute.replication.assembly import PART_KEYS, decode_keys
 from prefixroute.replication.sending import LEAST_KEY_BYTES, UPDATE_OVERHEAD_BYTES, cut, least_room
@@ -280,7 +280,7 @@ def test_missing_is_what_no_part_covers_and_what_comes_is_counted_once(
         upper = lower + length
         new = [(max(lower, start), min(upper, end)) for start, end in holes(covered)]
         size += sum(max(PART_KEYS, len(within(everything, *piece))) for piece in new if piece[0] < piece[1])
-        assembly.offer(lower, upper, keys(*within(everything, lower, upper)), NO_KEYS, 1.0)
+        assembly.offer(lower, upper, KeyDelta(keys(*within(everything, lower, upper)), NO_KEYS), 1.0)
         covered.add((lower, upper))
         assert assembly.missing() == holes(covered)[:MAX_MISSING]
         assert assembly.missing(1) == holes(covered)[:1]
@@ -291,7 +291,7 @@ def test_missing_is_what_no_part_covers_and_what_comes_is_counted_once(
 def test_no_more_than_sixteen_ranges_are_named_the_lowest_first() -> None:
     assembly = assembly_of(snapshot_of({3}).change)
     for i in range(1, 40):
-        assembly.offer(10 * i, 10 * i + 5, NO_KEYS, NO_KEYS, 1.0)
+        assembly.offer(10 * i, 10 * i + 5, KeyDelta(NO_KEYS, NO_KEYS), 1.0)
     assert assembly.missing() == [(0, 10), *((10 * i + 5, 10 * i + 10) for i in range(1, MAX_MISSING))]
     Want(LIFE, 0, 1, assembly.missing())
 
@@ -332,10 +332,10 @@ def test_what_was_lost_is_asked_for_and_served_by_any_holder(
 
 def test_only_a_part_with_something_new_keeps_a_transfer_from_stalling() -> None:
     assembly = assembly_of(snapshot_of(set(range(50))).change)
-    assembly.offer(0, 10, keys(*range(10)), NO_KEYS, 1.0)
+    assembly.offer(0, 10, KeyDelta(keys(*range(10)), NO_KEYS), 1.0)
     assert assembly.touched_at == 1.0
-    assembly.offer(0, 10, keys(*range(10)), NO_KEYS, 2.0)
-    assembly.offer(3, 7, keys(*range(3, 7)), NO_KEYS, 3.0)
+    assembly.offer(0, 10, KeyDelta(keys(*range(10)), NO_KEYS), 2.0)
+    assembly.offer(3, 7, KeyDelta(keys(*range(3, 7)), NO_KEYS), 3.0)
     assert assembly.touched_at == 1.0
-    assembly.offer(5, 11, keys(*range(5, 11)), NO_KEYS, 4.0)
+    assembly.offer(5, 11, KeyDelta(keys(*range(5, 11)), NO_KEYS), 4.0)
     assert (assembly.touched_at, assembly.missing()) == (4.0, [(11, KEY_LIMIT)])

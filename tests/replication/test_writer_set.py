@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from prefixroute.keys.keyset import Delta, checksum
+from prefixroute.keys.keyset import Delta, KeyDelta, checksum
 from prefixroute.replication import acceptance
 from prefixroute.replication.acceptance import TABLE, Life, Reach, Verdict, judge
 from prefixroute.replication.writer_set import LOG_BYTES, OwnedSet, WriterSet
@@ -150,8 +150,8 @@ class WriterSetMachine(RuleBasedStateMachine):
     def advance(self, toggled: frozenset[int], step: int, anchor_stride: int) -> None:
         added, removed = keys(*toggled - self.present), keys(*toggled & self.present)
         state = self.present ^ toggled
-        assert self.set.fits(added, removed)
-        self.set.advance(self.set.version + step, added, removed, anchor_stride)
+        assert self.set.fits(KeyDelta(added, removed))
+        self.set.advance(self.set.version + step, KeyDelta(added, removed), anchor_stride)
         self.states[self.set.version], self.strides[self.set.version] = state, anchor_stride
 
     @rule(state=small_sets)
@@ -170,10 +170,10 @@ class WriterSetMachine(RuleBasedStateMachine):
             return
         change = self.set.snapshot(known)
         assert change.since == 0
-        assert not len(change.removed)
+        assert not len(change.delta.removed)
         assert change.version > known
-        assert frozenset(change.added.tolist()) == self.states[change.version]
-        assert change.checksum == checksum(change.added)
+        assert frozenset(change.delta.added.tolist()) == self.states[change.version]
+        assert change.checksum == checksum(change.delta.added)
         assert change.anchor_stride == self.strides[change.version]
         assert self.set.snapshot(known) is change
         if change.version < self.set.version:
@@ -192,8 +192,8 @@ class WriterSetMachine(RuleBasedStateMachine):
             before, after = self.states[since], self.states[until]
             assert change is not None
             assert (change.since, change.version) == (since, until)
-            assert change.added.tolist() == sorted(after - before)
-            assert change.removed.tolist() == sorted(before - after)
+            assert change.delta.added.tolist() == sorted(after - before)
+            assert change.delta.removed.tolist() == sorted(before - after)
             assert change.checksum == checksum(keys(*after))
             assert (change.anchor_stride, change.n_base) == (self.strides[until], len(before))
             if change.since:
@@ -227,10 +227,10 @@ TestWriterSet.settings = settings(derandomize=True, deadline=None, max_examples=
 def test_what_does_not_fit_is_seen() -> None:
     held = WriterSet()
     held.replace(1, keys(2, 4, 6))
-    assert held.fits(keys(1, 3, 7), keys(2, 6))
-    assert held.fits(keys(), keys())
+    assert held.fits(KeyDelta(keys(1, 3, 7), keys(2, 6)))
+    assert held.fits(KeyDelta(keys(), keys()))
     for added, removed in (((2,), ()), ((6, 7), ()), ((), (1,)), ((), (7,)), ((), (4, 5))):
-        assert not held.fits(keys(*added), keys(*removed))
+        assert not held.fits(KeyDelta(keys(*added), keys(*removed)))
 
 
 def test_the_log_is_bounded_in_bytes_and_forgets_its_oldest_steps() -> None:
@@ -238,7 +238,7 @@ def test_the_log_is_bounded_in_bytes_and_forgets_its_oldest_steps() -> None:
     # Codes of the keys count as much as the keys.
     step = LOG_BYTES // 16 // 10
     for i in range(25):
-        held.advance(i + 1, keys(*range(i * step, (i + 1) * step)), keys())
+        held.advance(i + 1, KeyDelta(keys(*range(i * step, (i + 1) * step)), keys()))
         held._check()
     reach = [since for since in range(25) if held.change(since, 25) is not None]
     assert reach == list(range(reach[0], 25))
@@ -247,40 +247,40 @@ def test_the_log_is_bounded_in_bytes_and_forgets_its_oldest_steps() -> None:
 
 def test_a_step_larger_than_the_log_leaves_it_empty() -> None:
     held = WriterSet()
-    held.advance(1, keys(1), keys())
-    held.advance(2, keys(*range(10, 10 + LOG_BYTES // 8)), keys())
+    held.advance(1, KeyDelta(keys(1), keys()))
+    held.advance(2, KeyDelta(keys(*range(10, 10 + LOG_BYTES // 8)), keys()))
     held._check()
     assert held.change(0, 2) is None
     assert held.change(1, 2) is None
-    held.advance(3, keys(2), keys())
+    held.advance(3, KeyDelta(keys(2), keys()))
     assert held.change(2, 3) is not None
 
 
 def test_a_snapshot_stays_frozen_while_the_log_leads_on_from_it() -> None:
     held = WriterSet()
-    held.advance(1, keys(1, 2), keys())
+    held.advance(1, KeyDelta(keys(1, 2), keys()))
     frozen = held.snapshot()
-    held.advance(2, keys(3), keys(1))
+    held.advance(2, KeyDelta(keys(3), keys(1)))
     assert held.snapshot() is frozen
-    assert frozen.added.tolist() == [1, 2]
-    held.advance(3, keys(*range(10, 10 + LOG_BYTES // 8)), keys())
+    assert frozen.delta.added.tolist() == [1, 2]
+    held.advance(3, KeyDelta(keys(*range(10, 10 + LOG_BYTES // 8)), keys()))
     assert held.snapshot().version == 3
 
 
 def test_a_frozen_snapshot_that_the_log_no_longer_leads_on_from_is_given_up() -> None:
     held = WriterSet()
-    held.advance(1, keys(1, 2), keys())
+    held.advance(1, KeyDelta(keys(1, 2), keys()))
     assert held.snapshot().version == 1
-    held.advance(2, keys(*range(10, 10 + LOG_BYTES // 8)), keys())
-    held.advance(3, keys(3), keys())
+    held.advance(2, KeyDelta(keys(*range(10, 10 + LOG_BYTES // 8)), keys()))
+    held.advance(3, KeyDelta(keys(3), keys()))
     assert held.snapshot().version == 3
 
 
 def test_a_receiver_that_has_the_frozen_state_is_given_a_later_one() -> None:
     held = WriterSet()
-    held.advance(1, keys(*range(100)), keys())
+    held.advance(1, KeyDelta(keys(*range(100)), keys()))
     assert held.snapshot().version == 1
-    held.advance(2, keys(), keys(*range(100)))
+    held.advance(2, KeyDelta(keys(), keys(*range(100))))
     assert held.snapshot(after=0).version == 1
     assert held.snapshot(after=1).version == 2
     assert held.snapshot(after=0).version == 2
@@ -318,8 +318,8 @@ class OwnedSetMachine(RuleBasedStateMachine):
         if changed:
             change = self.set.change(before, self.set.version)
             assert change is not None
-            assert frozenset(change.added.tolist()) == self.held - self.published
-            assert frozenset(change.removed.tolist()) == self.published - self.held
+            assert frozenset(change.delta.added.tolist()) == self.held - self.published
+            assert frozenset(change.delta.removed.tolist()) == self.published - self.held
             assert change.anchor_stride == self.set.stride
         self.published = self.held
 
@@ -366,8 +366,8 @@ def test_a_transient_key_is_in_no_net_change() -> None:
     owned.publish()
     change = owned.change(2, 4)
     assert change is not None
-    assert (len(change.added), len(change.removed)) == (0, 0)
+    assert (len(change.delta.added), len(change.delta.removed)) == (0, 0)
     # A holder at the version between still has them: the change from there takes them away.
     between = owned.change(3, 4)
     assert between is not None
-    assert between.removed.tolist() == [90, 91]
+    assert between.delta.removed.tolist() == [90, 91]

@@ -12,7 +12,7 @@ from matching import matched
 
 from prefixroute import TokenChain, UsageError
 from prefixroute.endpoint.anchors import Anchors
-from prefixroute.keys.chain import ANCHOR_STRIDES, STRIDE, ChainSpec
+from prefixroute.keys.chain import ANCHOR_STRIDES, STRIDE, ChainSpec, wire_key
 from prefixroute.residency.tree import RadixTree
 from prefixroute.routing.index import DEEPEST, MergedIndex, Stratum
 
@@ -25,7 +25,7 @@ def prompt(depth: int, tail: int = 0) -> TokenChain:
 
 
 def wires(chain: TokenChain, depths: Iterable[int]) -> set[int]:
-    return {chain.wire(depth) for depth in depths}
+    return {wire_key(chain.key(depth)) for depth in depths}
 
 
 def index_of(depths: dict[str, int], chain: TokenChain) -> MergedIndex:
@@ -229,7 +229,7 @@ class Cache:
     def deepest(self, chain: TokenChain) -> int:
         """What a search can know: the deepest anchor on the prompt's path."""
         published = set(self.anchors)
-        return max((depth for depth in range(1, chain.depth + 1) if chain.wire(depth) in published), default=0)
+        return max((depth for depth in range(1, chain.depth + 1) if wire_key(chain.key(depth)) in published), default=0)
 
 
 def conversations(rng: random.Random, n: int) -> list[TokenChain]:

@@ -13,7 +13,7 @@ from test_index import prompt
 from prefixroute import BlocksRemoved, BlocksStored, EngineBatch, Node, NodeSettings, node
 from prefixroute.endpoint import portions
 from prefixroute.events import EngineEvent
-from prefixroute.keys.chain import ANCHOR_STRIDES, TokenChain
+from prefixroute.keys.chain import ANCHOR_STRIDES, TokenChain, wire_key
 from prefixroute.keys.keyset import Keys
 from prefixroute.replication import writer_set
 from prefixroute.routing import index_feed as upkeep
@@ -143,7 +143,7 @@ def test_who_leaves_does_not_get_what_waited_and_its_name_is_free() -> None:
 
 def anchors(chain: TokenChain, depth: int, anchor_stride: int) -> set[int]:
     """What an endpoint publishes that holds the first `depth` blocks."""
-    return {chain.wire(d) for d in range(1, depth + 1) if d in (1, depth) or d % anchor_stride == 0}
+    return {wire_key(chain.key(d)) for d in range(1, depth + 1) if d in (1, depth) or d % anchor_stride == 0}
 
 
 @pytest.mark.usefixtures("small_slices")
@@ -331,8 +331,8 @@ def test_who_asks_again_is_sent_what_is_still_lacking(small_slices: None) -> Non
         two.a.receive_datagram(asked[0].data, "b", two.now)
     # Three times the same question, of which the last one counts.
     n = len(two.a.datagrams_to_send(two.now))
-    assert n <= 3 and gossip(two.a).packing
-    while gossip(two.a).packing:
+    assert n <= 3 and gossip(two.a).outbox.packing
+    while gossip(two.a).outbox.packing:
         two.a.handle_timer(two.now)
         n += len(two.a.datagrams_to_send(two.now))
     assert BLOCKS * 5 / 1200 < n < 2 * BLOCKS * 5 / 1200 + 4

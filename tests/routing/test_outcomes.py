@@ -348,7 +348,7 @@ def test_a_replys_load_counts_at_once_and_is_not_passed_off_as_the_owners_word()
     node.report(decision, Outcome.served(load=queue(3.0)), net.now)
     assert node.route(tokens, net.now).target == "n2/0"
     assert next(row.wait_s for row in node.stats(net.now).endpoints if row.endpoint == "n1/0") == 3.0
-    assert node._gossip.copies["n1/0"].advert.report.queued_tokens == 0
+    assert node._members.copies["n1/0"].advert.report.queued_tokens == 0
     net.run(0.5)
     assert next(row.wait_s for row in node.stats(net.now).endpoints if row.endpoint == "n1/0") == 0.0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from prefixroute import (
     ZoneRule,
     Zones,
 )
+from prefixroute.events import Journal
 from prefixroute.routing.zones import MAX_COUNTED, MAX_KEPT, Gate
 from prefixroute.testing import Mesh
 
@@ -115,12 +115,13 @@ def test_rules_are_values() -> None:
 
 
 def test_labels_that_peers_make_up_cost_a_bounded_memory() -> None:
-    counters: Counter[str] = Counter()
-    gate = Gate("eu", Zones({("eu", "*"): above(1)}), counters)
+    journal = Journal()
+    gate = Gate("eu", Zones({("eu", "*"): above(1)}), journal)
     for i in range(10 * MAX_KEPT):
         assert gate.needs_s(f"z{i}") == 1.0
         gate.forwarded(f"z{i}")
     assert len(gate._needs) <= MAX_KEPT
+    counters = journal.counters()
     assert len(counters) == MAX_COUNTED + 1
     assert counters["zone_forwards_*"] == 10 * MAX_KEPT - MAX_COUNTED
     assert sum(counters.values()) == 10 * MAX_KEPT

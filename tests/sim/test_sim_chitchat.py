@@ -93,11 +93,11 @@ def test_a_snapshot_that_comes_after_a_third_peer_told_more_changes_nothing(seed
     net.run(2)
     held = net.nodes["receiver"].digests()["owner/0"]
     assert held[:2] > relay[:2]
-    counters = net.nodes["receiver"].counters
+    receiver = net.nodes["receiver"]
     late = "updates_drop" if restarts else "updates_duplicate"
-    before = counters[late]
+    before = receiver.counters[late]
     net.run(5)
-    assert counters[late] > before, "the late snapshot came"
+    assert receiver.counters[late] > before, "the late snapshot came"
     assert net.nodes["receiver"].digests()["owner/0"][:2] == held[:2]
     settle(net)
 

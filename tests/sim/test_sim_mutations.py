@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from prefixroute.replication import assembly, copies, gossip, members, receiving, sending, tempo, writer_set
+from prefixroute.replication import assembly, copies, gossip, members, outbox, receiving, tempo, writer_set
 from prefixroute.replication.acceptance import TABLE, Life, Reach, Verdict
 from prefixroute.sim.replication.schedule import Schedule, generate, parse, play
 
@@ -99,14 +99,14 @@ def raise_something(update: Any, held: Any) -> Any:
 
 
 JUDGE, INIT, FORGET, LEARN = receiving.judge, gossip.Gossip.__init__, members.Members.forget, members.Members.learn
-PUBLISH, OVERHEAD = writer_set.OwnedSet.publish, sending.overhead_bytes
+PUBLISH, OVERHEAD = writer_set.OwnedSet.publish, outbox.overhead_bytes
 
 NOTHING_KNOWN: list[Patch] = [(receiving, "judge", held_nothing)]
 NO_WORD_OF_LIVES: list[Patch] = [(members.Members, "learn", learn_of_no_life)]
 NO_MEMORY: list[Patch] = [(members.Members, "forget", forget_at_all)]
 NO_AGES: list[Patch] = [(copies, "_age_ms", lambda age_s: 0)]
 NO_CHECKSUM: list[Patch] = [(writer_set.WriterSet, "checksum", property(lambda keys: Agreeable(keys._checksum)))]
-NO_FIT: list[Patch] = [(writer_set.WriterSet, "fits", lambda keys, added, removed: True)]
+NO_FIT: list[Patch] = [(writer_set.WriterSet, "fits", lambda keys, delta: True)]
 NO_REFUTATION: list[Patch] = [(members.Members, "_defend", lambda *arguments: None)]
 
 
@@ -173,7 +173,7 @@ MUTATIONS = [
     # The other rules.
     Mutation("nothing is verified", NO_CHECKSUM + NO_FIT + NO_REFUTATION, {"replica", "quiet"}, ROUGH),
     Mutation("owners do not refute", NO_REFUTATION, {"quiet"}, {"restart": 20}),
-    Mutation("datagrams are too long", [(sending, "overhead_bytes", lambda head: OVERHEAD(head) - 80)], {"budget"}),
+    Mutation("datagrams are too long", [(outbox, "overhead_bytes", lambda head: OVERHEAD(head) - 80)], {"budget"}),
     Mutation("bursts are too long", [(gossip.Gossip, "__init__", with_more_burst)], {"budget"}, {"store": 60}),
     Mutation("hearsay is news, and the forgotten come back", NO_MEMORY + NO_AGES, {"quiet"}),
     Mutation("a version is used twice", [(writer_set.OwnedSet, "publish", publish_in_place)], {"monotonic"}),

@@ -322,7 +322,7 @@ def test_a_leak_is_seen() -> None:
     net = two()
     net.oracle.memory("n0", net.nodes["n0"], net.now)
     before = held_bytes(net.nodes["n0"])
-    net.nodes["n0"].counters["leak"] = np.zeros(20000, np.uint64)  # type: ignore[assignment]
+    net.nodes["n0"].journal.counts["leak", None] = np.zeros(20000, np.uint64)  # type: ignore[assignment]
     assert held_bytes(net.nodes["n0"]) == before + 160000
     with pytest.raises(InvariantError, match="memory"):
         net.oracle.memory("n0", net.nodes["n0"], net.now)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 
 from prefixroute import Node, NodeSettings
-from prefixroute.replication.gossip import Copy, Gossip
+from prefixroute.replication.copies import Copy
+from prefixroute.replication.gossip import Gossip
 from prefixroute.sim import CALM, DOMAIN, ROUGH, Engine, Link
 from prefixroute.sim import Network as SimulatedNetwork
 
@@ -48,13 +49,13 @@ class Network(SimulatedNetwork):
 
 
 def gossip(node: Node) -> Gossip:
-    """The replication state of a node."""
+    """The gossip of a node."""
     return node._gossip
 
 
 def copies(node: Node) -> dict[str, Copy]:
     """What a node holds of every endpoint."""
-    return node._gossip.copies
+    return node._members.copies
 
 
 def fleet(

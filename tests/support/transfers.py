@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from prefixroute.keys.keyset import Keys, checksum
+from prefixroute.keys.keyset import KeyDelta, Keys, checksum
 from prefixroute.keys.rice import encode_sorted
 from prefixroute.replication.assembly import Assembly, decode_keys
 from prefixroute.replication.sending import EVERYTHING, Debt, cut
@@ -41,7 +41,7 @@ def case_of(states: list[set[int]], since: int, until: int, anchor_stride: int =
     for version, (before, after) in enumerate(pairwise(states), 2):
         if since == 0 and version > until:
             held.snapshot()
-        held.advance(version, keys(*after - before), keys(*before - after), anchor_stride)
+        held.advance(version, KeyDelta(keys(*after - before), keys(*before - after)), anchor_stride)
     change = held.snapshot() if since == 0 else held.change(since, until)
     assert change is not None
     assert (change.since, change.version) == (since, until)
@@ -117,7 +117,7 @@ def parts_of(case: Case, rooms: list[int], ranges: tuple[tuple[int, int], ...] =
 
 
 def offered(assembly: Assembly, update: Update, held: set[int], now: float = 0.0) -> Change | None:
-    arrival = assembly.offer(update.lower, update.upper or KEY_LIMIT, *decode_keys(update, keys(*held)), now)
+    arrival = assembly.offer(update.lower, update.upper or KEY_LIMIT, decode_keys(update, keys(*held)), now)
     return arrival.change if arrival is not None else None
 
 
@@ -126,8 +126,8 @@ def same(one: Change | None, other: Change) -> bool:
         one is not None
         and (one.since, one.version, one.checksum, one.anchor_stride)
         == (other.since, other.version, other.checksum, other.anchor_stride)
-        and np.array_equal(one.added, other.added)
-        and np.array_equal(one.removed, other.removed)
+        and np.array_equal(one.delta.added, other.delta.added)
+        and np.array_equal(one.delta.removed, other.delta.removed)
     )
 
 
