@@ -294,7 +294,7 @@ def test_coarse_search_is_right_while_strides_change_and_endpoints_come_and_go()
         probe_all(index, caches, rng.sample(chains, 3), 3)
 
 
-@pytest.mark.parametrize("every", ANCHOR_STRIDES)
+@pytest.mark.parametrize("anchor_stride", ANCHOR_STRIDES)
 @pytest.mark.parametrize("end", [1, 2, 7, 31, 32, 33, 45, 64, 90])
 def test_prompt_that_continues_a_request_is_matched_whole(anchor_stride: int, end: int) -> None:
     index = MergedIndex()
@@ -406,7 +406,7 @@ def test_cost_follows_distinct_depths_and_not_endpoints(depths: tuple[int, ...])
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("every", ANCHOR_STRIDES[1:])
+@pytest.mark.parametrize("anchor_stride", ANCHOR_STRIDES[1:])
 @pytest.mark.parametrize("depths", [(4096, 4096, 512), (33, 700, 700), (1, 2, 3, 4, 5), tuple(range(100, 4000, 300))])
 def test_cost_of_a_coarse_search_is_bounded_by_strides_and_distinct_depths(
     anchor_stride: int, depths: tuple[int, ...]
