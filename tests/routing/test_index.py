@@ -35,6 +35,13 @@ def index_of(depths: dict[str, int], chain: TokenChain) -> MergedIndex:
     return index
 
 
+def leave(index: MergedIndex, name: str, keys: Iterable[int]) -> None:
+    """Take an endpoint out with all the wire keys that it was given."""
+    bit = index.retire(name)
+    index.mark(bit, (), keys)
+    index.release(bit)
+
+
 def found(index: MergedIndex, chain: TokenChain, keep: int = DEEPEST) -> list[tuple[int, set[str]]]:
     """Strata with names; each endpoint is in one of them."""
     strata = index.search(chain, keep)
@@ -90,7 +97,7 @@ def test_search_is_exact_while_endpoints_come_go_and_change() -> None:
             index.join(name)
             held[name], depths[name] = set(), (0, 0)
         elif rng.random() < 0.2:
-            index.leave(name, held.pop(name))
+            leave(index, name, held.pop(name))
             del depths[name]
         if name in held:
             depths[name] = (rng.choice([0, 1, 59, 60, 61, rng.randint(0, 100)]), rng.choice([0, 60, 80, 100]))
@@ -117,7 +124,7 @@ def test_bit_of_an_endpoint_that_left_is_used_again_and_brings_nothing_along() -
     chain = prompt(10)
     index = index_of({"a": 3, "b": 5, "c": 10}, chain)
     bit = index.bit("b")
-    index.leave("b", wires(chain, range(1, 6)))
+    leave(index, "b", wires(chain, range(1, 6)))
     assert (index.bit("b"), len(index)) == (0, 10)
     index.join("d")
     assert index.bit("d") == bit
@@ -131,9 +138,9 @@ def test_keys_that_nobody_holds_any_more_are_dropped() -> None:
     index = index_of({"a": 3, "b": 5}, chain)
     index.update("b", (), wires(chain, [5, 9]))
     assert len(index) == 4
-    index.leave("b", wires(chain, range(1, 5)))
+    leave(index, "b", wires(chain, range(1, 5)))
     assert len(index) == 3
-    index.leave("a", wires(chain, range(1, 4)))
+    leave(index, "a", wires(chain, range(1, 4)))
     assert len(index) == 0
     index._check({})
 
@@ -223,7 +230,7 @@ class Cache:
         self.index.set_stride(self.name, self.anchors.anchor_stride)
 
     def leave(self) -> None:
-        self.index.leave(self.name, list(self.anchors))
+        leave(self.index, self.name, list(self.anchors))
 
     def deepest(self, chain: TokenChain) -> int:
         """What a search can know: the deepest anchor on the prompt's path."""
