@@ -1,4 +1,4 @@
-"""How busy endpoints are: what they advertise, how fast they are, and whether they push back or fail.
+"""How busy endpoints are: what an engine's probe reports, what its owner advertises, and when it pushes back.
 
 Rules:
 1. Work is seconds of prefill on the endpoint that will do it; tokens become seconds by its own rate, so unequal
@@ -10,8 +10,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
 from typing import NamedTuple
@@ -101,59 +100,3 @@ class PushBackSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.leave_s < self.enter_s or self.ttl_s <= 0:
             raise UsageError("push-back needs 0 <= leave_s < enter_s and ttl_s > 0")
-
-
-class RateEstimate:
-    """Prefill rate and fixed time of an endpoint, from outcomes: a low estimate of the cost on purpose.
-
-    Overrating the cost of prefill makes forwards look better than they are: twice too high costs up to 13 % against
-    not routing in the rule's model, half costs 0.3 %. So the rate is the upper quartile of the last 32 samples, and the
-    fixed time the lower one. Engines that share a core look slower by chance, and who looks slow is not asked again.
-    """
-
-    __slots__ = ("_rates", "_rest")
-
-    def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=32)
-        self._rest: deque[float] = deque(maxlen=32)
-
-    def add(self, uncached_tokens: int, ttft_s: float, queued: bool) -> None:
-        """Take one served request; those that waited for others say nothing about the rate."""
-        if queued or ttft_s <= 0:
-            return
-        if uncached_tokens < 64:
-            self._rest.append(ttft_s)
-        elif uncached_tokens >= 256:
-            spent = ttft_s - min(self.overhead_s, 0.5 * ttft_s)
-            self._rates.append(uncached_tokens / spent)
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """Upper quartile of the observed rates; 0.0 before four samples."""
-        if len(self._rates) < 4:
-            return 0.0
-        return sorted(self._rates)[(len(self._rates) - 1) * 3 // 4]
-
-    @property
-    def overhead_s(self) -> float:
-        """Lower quartile of the time to first token of nearly cached requests; 0.0 before four samples."""
-        if len(self._rest) < 4:
-            return 0.0
-        return sorted(self._rest)[(len(self._rest) - 1) // 4]
-
-
-class Pace(NamedTuple):
-    """How fast an endpoint prefills, and the fixed part of its time to first token."""
-
-    prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
-    overhead_s: float = DEFAULT_OVERHEAD_S
-
-
-def learnt(report: LoadReport, estimate: RateEstimate) -> LoadReport:
-    """Return `report` with the rate and fixed time that outcomes show, once they do: a setting is but a guess."""
-    rate, overhead = estimate.prefill_tokens_per_s, estimate.overhead_s
-    if not rate and not overhead:
-        return report
-    return replace(
-        report, prefill_tokens_per_s=rate or report.prefill_tokens_per_s, overhead_s=overhead or report.overhead_s
-    )

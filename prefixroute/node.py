@@ -11,8 +11,14 @@ engine sends raises.
 
 `now` is any clock in seconds that does not go back; only differences matter.
 
-No call takes long, a few milliseconds at most: a large batch, a peer's large set, an answer of many datagrams are taken
-on in slices. While something is left to do the timer is due at once, and `handle_timer` does the next slice.
+No call takes long, a few milliseconds at most: what is large is done in slices. While a slice is left to do the timer
+is due at once, and `handle_timer` does one of each kind. These are all the backlogs that a node has:
+
+| of what | comes with | waits in | a slice is |
+|---|---|---|---|
+| keys for the index | a peer's large set; an endpoint that leaves | `IndexFeed` | `SLICE_KEYS`, 4,096: 1.5 ms |
+| blocks for a residency | a large batch of an engine | `LocalEndpoint.backlog` | `PORTION_BLOCKS`, 1,024 |
+| bytes for peers | an answer of many datagrams | `Gossip` | `SEND_BYTES`, or one larger datagram: 2 ms |
 """
 
 from __future__ import annotations
@@ -20,47 +26,35 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from functools import partial
 from math import inf
 from typing import Any
 
-from .endpoint.local import LocalEndpoint
+from .endpoint.table import EndpointTable, OwnSettings
 from .errors import UsageError
-from .events import (
-    DEFAULT_NAMESPACE,
-    ContentSpan,
-    EngineBatch,
-    Journal,
-    Namespace,
-    NodeEvent,
-    ResidencyChanged,
-    StreamGap,
-    StreamRestarted,
-)
-from .keys.chain import STRIDE, ChainSpec, TokenChain, wire_key
+from .events import DEFAULT_NAMESPACE, ContentSpan, EngineBatch, Journal, Namespace, NodeEvent
+from .keys.chain import STRIDE, ChainSpec, TokenChain
 from .keys.chain_memo import ChainMemo
 from .keys.domain import Domain, checked_secrets
-from .keys.keyset import Delta, Keys
-from .keys.names import checked_name, owner_of
+from .keys.names import checked_name
 from .load import LoadReport
 from .policy.interface import Policy
 from .policy.rent_or_buy import RentOrBuy
-from .replication.copies import Copy
 from .replication.gossip import Gossip
 from .replication.members import MAX_HEARSAY
 from .replication.outbox import Datagram
 from .residency.mirror import Residency
 from .routing.decision import Decision, Outcome
 from .routing.explain import Explanation
-from .routing.index_feed import Upkeep
-from .routing.router import Flight, Hooks, Router
+from .routing.fleet import Fleet
+from .routing.flights import Flight, FlightBounds, Flights, Hooks
+from .routing.router import Router
 from .routing.standing import Standing
 from .routing.zones import Gate
 from .settings import NodeSettings
 from .stats import Digest, NodeStats, Tallies, round_trips, row_of
 
 SEND_BYTES = 16384
-"""Of an answer so much is encoded at once, or one datagram that is larger: 2 ms."""
+"""Bytes of an answer that are encoded at once: 2 ms."""
 
 
 class Node:
@@ -88,28 +82,22 @@ class Node:
         self._spec = ChainSpec(domain.block_size, domain.mix)
         self._memo = ChainMemo(STRIDE * self._spec.block_bytes)
         self._root = domain.root_key(DEFAULT_NAMESPACE)
-        self._locals: dict[str, LocalEndpoint] = {}
-        self._now = now
         self._gossiped = False
         """Whether the last timer went to gossip."""
-        # Each node's flag lasts a little longer or shorter, so that not all are asked again at one moment.
-        self._push_back_ttl_s = self.settings.push_back.ttl_s * rng.uniform(0.8, 1.2)
-        self._router = Router(
-            policy or RentOrBuy(),
-            domain.block_size,
-            self.settings.outcome_timeout_s,
-            self.settings.push_back.ttl_s,
-            self.settings.max_in_flight,
-            rng,
-            self.journal,
-            Hooks(self._learn, self._begun, self._ended),
-            Gate(self.settings.zone, self.settings.zones, self.journal) if self.settings.zone else None,
-        )
-        self._index, self._fleet = self._router.index, self._router.fleet
         self._tallies = Tallies()
-        self._upkeep = Upkeep(self._index)
-        self._gossip = Gossip(node, domain, self.settings, rng, now, self.journal, self._index_replica)
+        settings, journal = self.settings, self.journal
+        gate = Gate(settings.zone, settings.zones, journal) if settings.zone else None
+        # Each node's flag lasts a little longer or shorter, so that not all are asked again at one moment.
+        ttl_s = settings.push_back.ttl_s * rng.uniform(0.8, 1.2)
+        own = OwnSettings(settings.push_back, ttl_s, settings.digest_bytes)
+        self._table = EndpointTable(domain, Fleet(rng, gate), own, now, journal)
+        router = Router(policy or RentOrBuy(), self._table.index, self._table.fleet, domain.block_size, rng, gate)
+        bounds = FlightBounds(settings.outcome_timeout_s, settings.push_back.ttl_s, settings.max_in_flight)
+        hooks = Hooks(self._served, self._table.begun, self._table.ended)
+        self._flights = Flights(router, bounds, hooks, journal)
+        self._gossip = Gossip(node, domain, settings, rng, now, journal, self._table.replica_changed)
         self._members, self._tempo, self._outbox = self._gossip.members, self._gossip.tempo, self._gossip.outbox
+        self._table.attach(self._members.copies, self._members.peers, self._tempo.stir)
         if secrets:
             self.set_secrets(secrets)
 
@@ -130,34 +118,25 @@ class Node:
         owner that meets a later one of itself moves past it. `url` is where peers forward to, opaque here.
         """
         endpoint = f"{self.node}/{checked_name(name)}"
-        if endpoint in self._locals:
+        if endpoint in self._table.locals:
             raise UsageError(f"endpoint {endpoint!r} was added already")
         if not isinstance(incarnation, int) or not 0 < incarnation <= MAX_HEARSAY:
             raise UsageError("incarnation must be an int in 1 .. 2**62; time.time_ns() will do")
         if len(url.encode()) > 256 or len(endpoint.encode()) > 80:
             raise UsageError("an endpoint's url has at most 256 bytes and its id at most 80")
-        copy = self._members.join(endpoint, incarnation, url, now)
-        self._join(copy, now)
-        held = partial(self._index.held, self._index.bit(endpoint))
-        settings = self.settings
-        self._locals[endpoint] = LocalEndpoint(
-            copy, self.domain, settings.push_back, credited, settings.digest_bytes, held
-        )
+        self._table.add(self._members.join(endpoint, incarnation, url, now), credited, now)
         return endpoint
 
     def remove_endpoint(self, endpoint: str, now: float) -> None:
         """Own an endpoint no longer: no work goes there any more, and peers hear that it has left."""
-        local = self._local(endpoint)
-        self._begin(now)
+        self._table.local(endpoint)
+        self._table.begin(now)
         self._members.leave(endpoint, now)
-        del self._locals[endpoint]
-        self._fleet.drop(endpoint)
-        self._upkeep.retire(endpoint, map(wire_key, local.residency.published()))
-        self._upkeep.go_on()
+        self._table.remove(endpoint)
 
     def leave(self, now: float) -> None:
         """Remove all endpoints and tell every peer at once; send what `datagrams_to_send` then returns, and stop."""
-        for endpoint in list(self._locals):
+        for endpoint in list(self._table.locals):
             self.remove_endpoint(endpoint, now)
         self._gossip.farewell(now)
 
@@ -165,15 +144,15 @@ class Node:
         """Gossip with another node at `address`, which is the transport's own and opaque here."""
         if node == self.node:
             raise UsageError("a node is no peer of itself")
-        self._begin(now)
+        self._table.begin(now)
         self._members.add_peer(checked_name(node), address, now)
-        self._follow_copies(now)
+        self._follow(now)
 
     def remove_peer(self, node: str, now: float) -> None:
         """Stop gossiping with a node and forget its endpoints, whoever still speaks of them."""
-        self._begin(now)
+        self._table.begin(now)
         if self._members.remove_peer(node):
-            self._follow_copies(now)
+            self._follow(now)
 
     def set_secrets(self, secrets: Sequence[bytes]) -> None:
         """Authenticate datagrams with `secrets` from now on: the first signs, each is good; by default the domain's.
@@ -187,12 +166,12 @@ class Node:
 
     def receive_datagram(self, data: bytes, source: Hashable, now: float) -> None:
         """Take a datagram. Bad bytes are counted and told by an event, never raised."""
-        self._begin(now)
+        self._table.begin(now)
         if self._gossip.receive(data, source, now):
-            self._follow_copies(now)
+            self._follow(now)
         else:
             # What is refused costs no more than its refusal.
-            self._upkeep.go_on()
+            self._table.feed.go_on()
         self._outbox.pack(SEND_BYTES)
 
     def screen(self, data: bytes, source: Hashable, now: float) -> bool:
@@ -206,26 +185,24 @@ class Node:
     def next_timer(self) -> float:
         """Return the clock reading at which `handle_timer` wants to be called; one that is past asks for it at once."""
         due_at = self._tempo.next_at
-        return min(self._now, due_at) if self._behind() else due_at
+        return min(self._table.now, due_at) if self._behind() else due_at
 
     def handle_timer(self, now: float) -> None:
         """Do what is due: advertise, sweep, gossip; or a slice of what is left to do. O(endpoints)."""
-        self._begin(now)
+        self._table.begin(now)
         # In turn, so that neither waits for ever where the timer is handled at its own pace.
         if now < self._tempo.next_at or (self._gossiped and self._behind()):
             self._gossiped = False
             self._slice(now)
             return
         self._gossiped = True
-        for endpoint, local in self._locals.items():
-            self._advertise(endpoint, now)
-            local.publisher.gather(now)
+        self._table.advertise_all(now)
         self._gossip.exchange(now)
-        self._follow_copies(now)
-        self._fleet.refresh_all(now)
-        self._router.expire(now)
+        self._follow(now)
+        self._table.fleet.refresh_all(now)
+        self._flights.expire(now)
         if self._tallies.open:
-            self._tallies.forget(self._router.flights)
+            self._tallies.forget(self._flights.open)
 
     def events(self) -> list[NodeEvent]:
         """Return and forget what there is to tell; at most `MAX_EVENTS` are kept."""
@@ -244,35 +221,11 @@ class Node:
         Never raises for its content. An endpoint is one data-parallel rank: the first batch says which, and batches of
         another one are refused.
         """
-        local = self._local(endpoint)
-        if not all(isinstance(event, (StreamGap, StreamRestarted)) for event in batch.events):
-            # Only the engine's own events tell a rank: a follower may mark its stream before it knows one.
-            if local.rank is None:
-                local.rank = batch.rank
-            elif local.rank != batch.rank:
-                self._refuse_rank(endpoint, local.rank, batch.rank)
-                return
-        self._apply_next(endpoint, batch, now)
-
-    def _apply_next(self, endpoint: str, batch: EngineBatch | None, now: float) -> None:
-        """Apply the next portion of what the endpoint's engine did, of this batch or of one that waits still."""
-        local = self._locals[endpoint]
-        portion = local.portion(batch)
-        if portion is None:
-            return
-        self._took(endpoint, *local.apply(portion, now))
-        self._now = now
-        self._tempo.stir(now)
-        if local.residency.hit_unit not in (0, local.copy.advert.hit_unit):
-            # The first event tells the engine's block; until then a match is rounded down to the canonical one.
-            self._advertise(endpoint, now)
-            self._fleet.refresh(self._fleet.standings[endpoint], now)
+        self._table.apply(endpoint, batch, now)
 
     def set_load(self, endpoint: str, report: LoadReport, now: float) -> None:
         """Take a probe's report of the endpoint's engine. One that fell asleep has dropped its cache."""
-        self._took(endpoint, *self._local(endpoint).probed(report, now), news_at=now)
-        self._advertise(endpoint, now)
-        self._fleet.refresh(self._fleet.standings[endpoint], now)
+        self._table.probed(endpoint, report, now)
 
     def go_by_history(self, endpoint: str, reason: str, now: float) -> None:
         """Let what is routed stand in for the engine's events, which will not come, and say so; `reason` says why.
@@ -280,17 +233,17 @@ class Node:
         Without this it begins after some served prompts without an event. It ends with the first block that the engine
         tells of. Harmless when it is so already.
         """
-        self._took(endpoint, *self._local(endpoint).go_by_history(reason, now), news_at=now)
+        self._table.go_by_history(endpoint, reason, now)
 
     def load(self, endpoint: str, now: float) -> LoadReport:
         """Return what the endpoint advertises right now; fit to ride in a reply."""
-        self._local(endpoint)
-        self._advertise(endpoint, now)
-        return self._members.copies[endpoint].advert.report
+        local = self._table.local(endpoint)
+        self._table.advertise(local, now)
+        return local.copy.advert.report
 
     def residency(self, endpoint: str) -> Residency:
         """Return the mirror of a local endpoint's engine, to look at."""
-        return self._local(endpoint).residency
+        return self._table.local(endpoint).residency
 
     # --- server --------------------------------------------------------------------------------------------
 
@@ -328,17 +281,18 @@ class Node:
             raise UsageError("a prepared chain has its namespace and contents: give them to chain(), not to route()")
         elif prompt.spec != self._spec:
             raise UsageError("this chain was prepared by a node of another domain")
-        decision = self._router.route(prompt, forwarded, now, budget_s)
+        decision = self._flights.route(prompt, forwarded, now, budget_s)
         if tenant:
             self._tallies.decided(tenant, decision, forwarded)
         if decision.local and decision.matched_tokens and not decision.declined:
-            depth = next(c.depth for c in decision.candidates if c.endpoint == decision.target)
-            self._locals[decision.target].residency.use(prompt, depth, now)
+            weighed = decision.candidate(decision.target)
+            if weighed is not None:
+                self._table.locals[decision.target].residency.use(prompt, weighed.depth, now)
         return decision
 
     def first_token(self, decision: Decision, now: float) -> None:
         """Note that the target's first token came: its prefill is done, so its booked work is released."""
-        self._router.first_token(decision.id, now)
+        self._flights.first_token(decision.id, now)
 
     def report(self, decision: Decision, outcome: Outcome, now: float, *, endpoint: str | None = None) -> str | None:
         """Take an attempt's outcome; return the endpoint to try next, or None when there is nothing (more) to try.
@@ -346,7 +300,7 @@ class Node:
         Give `endpoint`, whose attempt it was, where reports may come late or twice: what is not of the attempt under
         way is only counted then. Without it a report is taken for the attempt under way.
         """
-        return self._router.report(decision.id, outcome, now, endpoint)
+        return self._flights.report(decision.id, outcome, now, endpoint)
 
     def explain(self, decision: Decision) -> Explanation:
         """Return every term of every candidate that the decision weighed."""
@@ -364,139 +318,49 @@ class Node:
 
     def stats(self, now: float) -> NodeStats:
         """Return the node's view of everything it knows. O(endpoints)."""
+        table, members = self._table, self._members
         rows = [
-            row_of(standing, self._locals.get(standing.name), bool(standing.bit & self._fleet.usable), now)
-            for standing in self._fleet.standings.values()
+            row_of(standing, table.locals.get(standing.name), bool(standing.bit & table.fleet.usable), now)
+            for standing in table.fleet.standings.values()
         ]
-        peers = {peer.node: peer.state for peer in self._members.peers.values()}
+        peers = {peer.node: peer.state for peer in members.peers.values()}
         return NodeStats(
-            *(
-                self.node,
-                tuple(rows),
-                peers,
-                len(self._index),
-                len(self._router.flights),
-                dict(self.journal.counters()),
-            ),
+            *(self.node, tuple(rows), peers, len(table.index), len(self._flights.open), dict(self.counters)),
             zone=self.settings.zone,
-            round_trips=round_trips(self._members.peers.values(), self._members.copies.values()),
+            round_trips=round_trips(members.peers.values(), members.copies.values()),
             tenants=self._tallies.stats(),
         )
 
-    # --- upkeep --------------------------------------------------------------------------------------------
+    # --- what goes on behind -------------------------------------------------------------------------------
 
     def _behind(self) -> bool:
         """Whether anything is left to do in slices."""
-        return self._upkeep.waiting or self._outbox.packing or any(local.backlog for local in self._locals.values())
+        return self._table.behind or self._outbox.packing
 
     def _slice(self, now: float) -> None:
-        """Do a slice of what is left to do, of each kind."""
-        self._upkeep.go_on()
+        """Do a slice of each backlog."""
+        self._table.feed.go_on()
         self._outbox.pack(SEND_BYTES)
-        behind = next((name for name, local in self._locals.items() if local.backlog), None)
-        if behind is not None:
-            self._apply_next(behind, None, now)
+        self._table.apply_waiting(now)
 
-    def _learn(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
-        """A request was served: by a local endpoint, its engine's speed and cache show."""
+    def _follow(self, now: float) -> None:
+        """Bring the table up to date with what gossip learnt."""
+        lost = self._members.take_lost()
+        self._table.follow(self._members.take_touched(), lost, now)
+
+    def _served(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
+        """Learn from a request that was served: of a local endpoint, its engine's speed and cache show."""
+        decision, weighed, chain = flight.decision, flight.weighed, flight.chain
         if self._tallies.open:
-            weighed = next(c for c in flight.decision.candidates if c.endpoint == standing.name)
-            self._tallies.served(flight.decision, standing.local, weighed.matched_tokens, outcome)
-        local = self._locals.get(standing.name)
-        if local is None:
-            flight.chain.remember()
-            return
-        if outcome.ttft_s is not None and outcome.cached_tokens is not None:
-            uncached = flight.decision.prompt_tokens - outcome.cached_tokens
-            standing.estimate.add(uncached, outcome.ttft_s, flight.queued)
-        self._took(standing.name, *local.served(flight.chain, outcome.cached_tokens, now))
-        flight.chain.remember()  # by now it is packed
-
-    def _begun(self, ticket: int, chain: TokenChain, standing: Standing, depth: int, now: float) -> None:
-        """Peers that get such a prompt before the engine has told of this one are to know where it is."""
-        if self._locals[standing.name].promise(ticket, chain, depth):
-            self._tempo.stir(now)
-
-    def _ended(self, ticket: int, standing: Standing) -> None:
-        local = self._locals.get(standing.name)
+            self._tallies.served(decision, standing.local, weighed.matched_tokens, outcome)
+        local = self._table.locals.get(standing.name)
         if local is not None:
-            local.publisher.over(ticket)
-
-    def _refuse_rank(self, endpoint: str, ours: int, theirs: int) -> None:
-        """Two caches in one mirror would be a lie about both: say so, the first time."""
-        self.journal.count("batches_of_another_rank")
-        if self.journal.counts["batches_of_another_rank", None] == 1:
-            reason = f"events of rank {theirs} came to the endpoint of rank {ours}: add an endpoint for each rank"
-            self.journal.tell(ResidencyChanged(endpoint, "mixed", reason))
-
-    def _took(self, endpoint: str, changes: Delta, told: list[NodeEvent], *, news_at: float | None = None) -> None:
-        if changes.added or changes.removed:
-            self._index.update(endpoint, changes.added, changes.removed)
-            if news_at is not None:
-                self._tempo.stir(news_at)
-        for event in told:
-            self.journal.tell(event)
-
-    def _advertise(self, endpoint: str, now: float) -> None:
-        standing = self._fleet.standings[endpoint]
-        for event in self._locals[endpoint].advertise(standing, self._push_back_ttl_s, now):
-            self.journal.tell(event)
-
-    def _begin(self, now: float) -> None:
-        """Begin a call that may do a slice of upkeep."""
-        self._now = now
-        self._upkeep.begin()
-
-    def _index_replica(self, endpoint: str, added: Keys, removed: Keys) -> None:
-        """Gossip changed a replica's keys."""
-        copy = self._members.copies.get(endpoint)
-        if endpoint not in self._fleet.standings:
-            assert copy is not None
-            self._join(copy, self._now)
-        self._upkeep.take(endpoint, added, removed, copy.keys.anchor_stride if copy is not None else 1)
-
-    def _join(self, copy: Copy, now: float) -> None:
-        self._index.join(copy.endpoint)
-        peer = self._members.peers.get(owner_of(copy.endpoint))
-        self._fleet.add(Standing(copy, peer, self._index.bit(copy.endpoint), now), now)
-
-    def _follow_copies(self, now: float) -> None:
-        """Bring standings up to date with what gossip learnt: endpoints that came, went, or spoke."""
-        copies = self._members.copies
-        if self._members.take_lost():
-            for endpoint in [s.name for s in self._fleet.standings.values() if copies.get(s.name) is not s.copy]:
-                self._fleet.drop(endpoint)
-                self._upkeep.retire(endpoint)
-        for endpoint in sorted(self._members.take_touched()):
-            copy = copies.get(endpoint)
-            if copy is None:
-                continue
-            standing = self._fleet.standings.get(endpoint)
-            if standing is None:
-                self._join(copy, now)
-            else:
-                standing.peer = self._members.peers.get(owner_of(endpoint))
-                self._fleet.refresh(standing, now)
-        self._upkeep.go_on()
-
-    def _local(self, endpoint: str) -> LocalEndpoint:
-        try:
-            return self._locals[endpoint]
-        except KeyError:
-            raise UsageError(f"{endpoint!r} is no endpoint of this node: it has {sorted(self._locals)}") from None
+            if outcome.ttft_s is not None and outcome.cached_tokens is not None:
+                uncached = decision.prompt_tokens - outcome.cached_tokens
+                local.standing.estimate.add(uncached, outcome.ttft_s, flight.queued)
+            self._table.served(local, chain, outcome.cached_tokens, now)
+        chain.remember()  # by now it is packed
 
     def _check(self) -> None:
         """Assert that index, fleet, replicas and residencies agree. O(blocks)."""
-        assert set(self._fleet.standings) == set(self._members.copies)
-        self._fleet._check()
-        expected: dict[str, set[int]] = {}
-        for endpoint, copy in self._members.copies.items():
-            copy.keys._check()
-            if copy.mine:
-                residency = self._locals[endpoint].residency
-                residency._check()
-                expected[endpoint] = {wire_key(key) for key in residency.published()}
-                self._locals[endpoint].publisher._check()
-            else:
-                expected[endpoint] = set(copy.keys.tolist())
-        self._upkeep._check(expected)
+        self._table._check()

@@ -184,8 +184,8 @@ class Tallies:
             row.requests += 1
             row.prompt_tokens += decision.prompt_tokens
             row.forwards += not decision.local
-        target = decision.target
-        row.expected_wait_s += next((c.wait_s for c in decision.candidates if c.endpoint == target), 0.0)
+        weighed = decision.candidate(decision.target)
+        row.expected_wait_s += weighed.wait_s if weighed is not None else 0.0
         self.open[decision.id] = (row, forwarded)
 
     def served(self, decision: Decision, local: bool, matched_tokens: int, outcome: Outcome) -> None:

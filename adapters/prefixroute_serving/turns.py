@@ -47,7 +47,7 @@ class Turn:
         self._prompt_tokens = decision.prompt_tokens or body_bytes // _BYTES_A_TOKEN
         matched = 0
         # What was handed back may come where nobody thought of first.
-        weighed = next((c for c in decision.candidates if c.endpoint == endpoint), None)
+        weighed = decision.candidate(endpoint)
         if weighed is not None:
             matched, self._token_s = weighed.matched_tokens, weighed.s_per_token
             self._overhead = round(weighed.overhead_s / weighed.s_per_token)

@@ -33,7 +33,7 @@ class Ours:
 
     def __init__(self, world: World) -> None:
         self.node = asker(world)
-        self.index: MergedIndex = self.node._router.index
+        self.index: MergedIndex = self.node._table.index
         self.prompts: dict[str, dict[str, Sequence[Any]]] = {
             "list": dict(world.prompts),
             "buffer": {case: [array("I", tokens) for tokens in world.prompts[case]] for case in CASES},

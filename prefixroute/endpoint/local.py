@@ -1,5 +1,12 @@
 """An endpoint that this node owns: the mirror of its engine, what it publishes, and what it advertises.
 
+| told by | method | changes |
+|---|---|---|
+| the engine's events | `portion`, `apply` | residency, published set |
+| a probe | `probed` | report, capacity; a sleeping engine's residency |
+| outcomes | `served` | hit unit, history |
+| decisions | `promise`, `publisher.over` | published set |
+
 Rules:
 1. The engine's events are the truth. Without any, after `SILENT_AFTER` served prompts or at the caller's word, what was
    routed stands in for them, and an event says so (Dynamo #11984). The first block that the engine tells of ends that.
@@ -29,11 +36,11 @@ from ..events import (
 from ..keys.chain import TokenChain, reusable_depth
 from ..keys.domain import Domain
 from ..keys.keyset import Delta
-from ..load import Advert, LoadReport, PushBackSettings, PushBackState, learnt
+from ..load import Advert, LoadReport, PushBackSettings, PushBackState
 from ..replication.copies import Copy
 from ..replication.writer_set import OwnedSet
 from ..residency.mirror import Residency
-from ..routing.standing import Standing
+from ..routing.standing import LocalStanding
 from .history import RoutingHistory
 from .portions import is_small, portions
 from .publisher import Promise, Publisher
@@ -44,7 +51,10 @@ SILENT_AFTER = 16
 
 
 class LocalEndpoint:
-    """The owner's side of one endpoint. Methods return the node events to tell."""
+    """The owner's side of one endpoint. Methods return the node events to tell.
+
+    `bit` is the endpoint's in the index, and `held(key)` whether it holds a wire key there.
+    """
 
     __slots__ = (
         "_served_silently",
@@ -57,12 +67,15 @@ class LocalEndpoint:
         "rank",
         "report",
         "residency",
+        "standing",
         "unit",
     )
 
     def __init__(
         self,
         copy: Copy,
+        bit: int,
+        now: float,
         domain: Domain,
         push_back: PushBackSettings,
         credited: Sequence[str],
@@ -78,6 +91,8 @@ class LocalEndpoint:
         self.backlog: deque[Iterator[EngineBatch]] = deque()
         """What the engine did and is not applied yet, by batch, in portions."""
         self.report = LoadReport()
+        """What a probe told last."""
+        self.standing = LocalStanding(copy, bit, now, self._probed_tokens)
         self.history: RoutingHistory | None = None
         self.rank: int | None = None
         """The data-parallel rank whose events come, once one came."""
@@ -104,6 +119,15 @@ class LocalEndpoint:
                 self.history.clear()
         kept = tuple(event for event in batch.events if not isinstance(event, StreamGap))
         return self._apply(EngineBatch(kept, batch.rank, batch.ts), now)
+
+    def admits(self, batch: EngineBatch) -> bool:
+        """Whether a batch is of the endpoint's rank. The first batch that tells one says which that is."""
+        # Only the engine's own events tell a rank: a follower may mark its stream before it knows one.
+        if all(isinstance(event, (StreamGap, StreamRestarted)) for event in batch.events):
+            return True
+        if self.rank is None:
+            self.rank = batch.rank
+        return self.rank == batch.rank
 
     def portion(self, batch: EngineBatch | None) -> EngineBatch | None:
         """Return what is to be applied next, `batch` being the newest that came; None when nothing is left."""
@@ -160,7 +184,7 @@ class LocalEndpoint:
         return changes, told + more
 
     def promise(self, ticket: int, chain: TokenChain, depth: int) -> bool:
-        """Let peers know of a prompt that is served from now on; `depth` blocks of it are held. Return if more will.
+        """Announce the blocks beyond `depth` that a prompt will leave; return whether there are any.
 
         An engine keeps whole units of what it computes.
         """
@@ -170,10 +194,10 @@ class LocalEndpoint:
         self.publisher.promise(ticket, Promise(chain, depth, whole))
         return True
 
-    def advertise(self, standing: Standing, ttl_s: float, now: float) -> list[NodeEvent]:
+    def advertise(self, ttl_s: float, now: float) -> list[NodeEvent]:
         """Bring the advert up to date; `ttl_s` is how long peers honour push-back that is not renewed."""
-        report = learnt(self.report, standing.estimate)
-        standing.probed_tokens = report.queued_tokens
+        standing = self.standing
+        report = standing.estimate.corrected(self.report)
         if now < standing.refused_until:
             self.push_back.refuse(standing.refusal, standing.refused_until)
         rate = report.prefill_tokens_per_s or standing.rate
@@ -187,6 +211,9 @@ class LocalEndpoint:
         age_s, arrivals = self.residency.eviction_age_s, standing.arrivals_per_s(now)
         self.copy.advert = Advert(report, state, ttl_s, unit, confidence, held, age_s, arrivals)
         return [PushBackChanged(self.copy.endpoint, state.name.lower(), reason)] if changed else []
+
+    def _probed_tokens(self) -> int:
+        return self.report.queued_tokens
 
     def _apply(self, batch: EngineBatch, now: float) -> tuple[Delta, list[NodeEvent]]:
         residency, name = self.residency, self.copy.endpoint

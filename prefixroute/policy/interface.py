@@ -1,11 +1,21 @@
-"""What a routing policy is: what it sees of a prompt and of each weighed candidate, and what it returns.
+"""The contract of a routing policy: what it sees of a prompt and of each weighed candidate, and what it returns.
+
+| it gets | |
+|---|---|
+| `Request` | the prompt's chain, and the time |
+| `Candidate` | one endpoint, weighed for this prompt: its terms in seconds, and their sum |
+| a generator of random numbers | its only chance |
+
+| it returns | |
+|---|---|
+| `Choice` | the candidates in order of preference, the reason, and how long the first of them may take |
 
 Rules:
 1. A policy sees a handful of candidates, costs included, and returns them in order of preference with a reason. It
    has no clock and no randomness but what it is given.
-2. Vetoes are not its business: who is suspended, refusing or unheard is no candidate. Of overloaded endpoints it sees
-   one only if there is nobody else, local included: an absolute veto makes a busy fleet recompute everything. A policy
-   with an attribute `keeps_local = True` sees the local endpoints whatever they say.
+2. It has no vetoes to take: an endpoint that is suspended, refusing or unheard is no candidate. It sees overloaded
+   endpoints only where there is nobody else, local ones included: an absolute veto makes a busy fleet recompute
+   everything. A policy with an attribute `keeps_local = True` sees the local endpoints whatever they say.
 3. A forwarded request is never forwarded again; the node asks no policy then. It may be handed back once: see `Choice`.
 """
 
@@ -27,36 +37,34 @@ class Request(NamedTuple):
     now: float
 
 
-class Choice(NamedTuple):
-    """Candidates in order of preference, the first one chosen, and why.
-
-    `budget_s` goes with a forward: a target that finds, with its own queue and cache before it, that the first token
-    would take longer hands the prompt back, and the policy is asked again without it. Infinite: it keeps it.
-    """
-
-    order: tuple[Candidate, ...]
-    reason: str
-    budget_s: float = inf
-
-
-class Policy(Protocol):
-    """What a routing policy is: one method, called for each prompt, with at least one candidate."""
-
-    def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
-        """Return the candidates in order of preference. A policy may keep state: it is asked once a prompt."""
-        ...  # pragma: no cover
-
-
 class Candidate(NamedTuple):
-    """One endpoint weighed for one prompt; times in seconds, `cost_s` is the expected time to first token.
+    """One endpoint weighed for one prompt. Times are in seconds; `cost_s` is the expected time to first token.
 
-    cost = rtt + wait + overhead + uncached tokens x seconds per token, where uncached counts only the trusted share
-    (`confidence`) of the match, rounded down to what the engine can reuse. `s_per_token` are seconds of prefill a
-    token, `queued` requests there that have no first token yet. `room_tokens` fit its cache without an eviction, and
-    what is evicted there was idle for `eviction_age_s`; both are infinite while nothing tells that the cache is full.
-    `predicted` says that part of the match is no more than expected: the endpoint was sent that prompt a moment ago.
-    `arrivals_per_s` are requests that come to it. `zone` is its owner's label, "" while it is not known, and `withheld`
-    why a rule for zones passed it over.
+    cost = rtt + wait + overhead + prefill, and prefill = (prompt tokens - confidence x matched tokens) x s_per_token
+
+    | field | unit | meaning |
+    |---|---|---|
+    | `endpoint` | | its id, "node/name" |
+    | `local` | | whether it is this node's own |
+    | `prompt_tokens` | tokens | length of the prompt |
+    | `depth` | blocks | leading blocks of the prompt that it holds, as far as this node knows |
+    | `matched_tokens` | tokens | what its engine can reuse of them: whole hit units, and never the last token |
+    | `confidence` | 0 to 1 | share of the match that is counted: its owner's word, and what came true lately |
+    | `rtt_s` | s | network round trip; 0 for a local one |
+    | `wait_s` | s | expected wait before the prefill begins |
+    | `overhead_s` | s | fixed part of a time to first token |
+    | `prefill_s` | s | prefill of what is not matched |
+    | `cost_s` | s | sum of the four above |
+    | `state` | | its push-back: open, overloaded or refusing |
+    | `age_s` | s | since its owner's own last word; 0 for a local one |
+    | `s_per_token` | s | prefill of one token |
+    | `queued` | requests | those without a first token there, booked by this node or waiting by its report |
+    | `room_tokens` | tokens | what fits its cache without an eviction; infinite while nothing tells that it is full |
+    | `eviction_age_s` | s | how long what it evicts was idle; infinite before the first eviction |
+    | `predicted` | | whether part of the match is only expected: it was sent such a prompt a moment ago |
+    | `arrivals_per_s` | 1/s | requests that come to it, from anywhere |
+    | `zone` | | its owner's label, "" while it is not known |
+    | `withheld` | | why a rule for zones passed it over; None where none did |
     """
 
     endpoint: str
@@ -95,6 +103,59 @@ class Candidate(NamedTuple):
         return self.arrivals_per_s * self.prefill_s * self.prefill_s / 2
 
 
+def weighed(
+    endpoint: str,
+    local: bool,
+    prompt_tokens: int,
+    depth: int,
+    matched_tokens: int,
+    confidence: float,
+    rtt_s: float,
+    wait_s: float,
+    overhead_s: float,
+    tokens_per_s: float,
+    state: PushBackState,
+    age_s: float,
+    queued: int,
+    room_tokens: float,
+    eviction_age_s: float,
+    predicted: bool,
+    arrivals_per_s: float,
+    zone: str,
+) -> Candidate:
+    """Make a candidate of what is known of an endpoint; prefill and cost follow from its rate, `tokens_per_s`.
+
+    Every candidate is made here, and without the constructor of named tuples, which takes twice as long.
+    """
+    prefill_s = (prompt_tokens - confidence * matched_tokens) / tokens_per_s
+    return tuple.__new__(
+        Candidate,
+        (
+            endpoint,
+            local,
+            prompt_tokens,
+            depth,
+            matched_tokens,
+            confidence,
+            rtt_s,
+            wait_s,
+            overhead_s,
+            prefill_s,
+            rtt_s + wait_s + overhead_s + prefill_s,  # cost_s
+            state,
+            age_s,
+            1 / tokens_per_s,  # s_per_token
+            queued,
+            room_tokens,
+            eviction_age_s,
+            predicted,
+            arrivals_per_s,
+            zone,
+            None,  # withheld
+        ),
+    )
+
+
 class Withheld(NamedTuple):
     """Why an endpoint was passed over: the saving that its zone's rule asks for (infinite: never), and its own.
 
@@ -110,3 +171,23 @@ class Withheld(NamedTuple):
         if self.needs_s == inf:
             return f"{pair}: never"
         return f"{pair}: saves {1000 * self.saves_s:.0f} ms, needs {1000 * self.needs_s:.0f} ms"
+
+
+class Choice(NamedTuple):
+    """Candidates in order of preference, the first one chosen, and why.
+
+    `budget_s` goes with a forward. A target that finds, with its own queue and cache before it, that the first token
+    would take longer hands the prompt back, and the policy is asked again without that target. Infinite: it keeps it.
+    """
+
+    order: tuple[Candidate, ...]
+    reason: str
+    budget_s: float = inf
+
+
+class Policy(Protocol):
+    """What a routing policy is: one method, called for each prompt, with at least one candidate."""
+
+    def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+        """Return the candidates in order of preference. A policy may keep state: it is asked once a prompt."""
+        ...  # pragma: no cover

@@ -1,5 +1,13 @@
 """What `Node.route` returns and what the caller reports back: plain data.
 
+| outcome | what it says of the target | what follows |
+|---|---|---|
+| served | it is there; its hit and its first token are compared with what was expected | nothing |
+| declined | it is there, and would take longer than the budget | the prompt is decided anew, once |
+| refused | it is there, and takes nothing for a while | the next fallback |
+| failed, timed out | forwards to it are suspended | the next fallback |
+| cancelled | nothing | nothing |
+
 Rules:
 1. A decision names its target, the fallbacks in order, the expected gain and the reason, and keeps every candidate that
    was weighed, so that it can explain itself later.
@@ -88,12 +96,13 @@ class Outcome:
 class Decision(NamedTuple):
     """Where a prompt goes. `target` and `fallbacks` are endpoints; `url` is the target's service address.
 
-    `expected_saving_s` is against serving it at the origin, 0.0 when that is what is done or not possible. `budget_s`
-    goes with a forward: a target that expects to need more hands it back. Such a target's own decision is `declined`:
-    nothing is booked, and nothing is to be served.
+    `matched_tokens` and `expected_ttft_s` (seconds) are those of the target. `expected_saving_s` is against serving the
+    prompt at the origin, 0.0 when that is what is done or not possible. `candidates` are all that were weighed.
+    `budget_s` goes with a forward: a target that expects to need more hands the prompt back. Such a target's own
+    decision is `declined`: nothing is booked, and nothing is to be served.
 
-    `zone` is the origin's label. `excluded` is who holds more of the prompt than any candidate does, in a zone to which
-    nothing is forwarded: neither candidate nor fallback.
+    `zone` is the origin's label. `excluded` is the endpoint that holds more of the prompt than any candidate does, in a
+    zone to which nothing is forwarded: neither candidate nor fallback.
     """
 
     id: int
@@ -111,3 +120,49 @@ class Decision(NamedTuple):
     declined: bool = False
     zone: str = ""
     excluded: tuple[Candidate, ...] = ()
+
+    def candidate(self, endpoint: str) -> Candidate | None:
+        """Return what an endpoint was weighed at; None if it was not. O(candidates), of which there are a handful."""
+        for weighed in self.candidates:
+            if weighed.endpoint == endpoint:
+                return weighed
+        return None
+
+
+def decided(
+    ticket: int,
+    best: Candidate,
+    url: str,
+    fallbacks: tuple[str, ...],
+    origin_s: float,
+    reason: str,
+    candidates: tuple[Candidate, ...],
+    budget_s: float,
+    zone: str,
+    excluded: tuple[Candidate, ...],
+) -> Decision:
+    """Make the decision for `best`; `origin_s` is the least cost of a local candidate, infinite if there is none.
+
+    Every decision is made here, and without the constructor of named tuples, which takes twice as long.
+    """
+    cost_s = best.cost_s
+    return tuple.__new__(
+        Decision,
+        (
+            ticket,  # id
+            best.endpoint,  # target
+            best.local,
+            url,
+            fallbacks,
+            best.prompt_tokens,
+            best.matched_tokens,
+            cost_s,  # expected_ttft_s
+            origin_s - cost_s if cost_s < origin_s < inf else 0.0,  # expected_saving_s
+            reason,
+            candidates,
+            inf if best.local else budget_s,
+            False,  # declined
+            zone,
+            excluded,
+        ),
+    )

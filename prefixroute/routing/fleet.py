@@ -17,8 +17,11 @@ from collections import Counter
 from itertools import islice
 from math import inf
 
-from ..load import Pace, PushBackState
-from .standing import DEFAULT_RTT_S, Send, Standing
+from ..keys.names import owner_of
+from ..load import PushBackState
+from .ledger import Send
+from .pace import Pace
+from .standing import DEFAULT_RTT_S, LocalStanding, PeerStanding, Standing
 from .trust import Suspension
 from .zones import Gate
 
@@ -53,46 +56,49 @@ class Fleet:
         self._cold_s = 0.0
         """Work of a typical prompt of which its endpoint holds nothing."""
 
-    def book(
-        self, standing: Standing, ticket: int, work_s: float, tokens: int, hit: bool, now: float, until: float
-    ) -> None:
-        """Book a request at an endpoint. Every other origin is taken to forward as often, and what a hit takes."""
-        standing.ledger.book(ticket, work_s, tokens, now, until)
+    def book(self, standing: Standing, ticket: int, work_s: float, hit: bool, now: float, until: float) -> None:
+        """Book a request at an endpoint; `hit` says whether it holds some of the prompt. O(log n) and a memmove.
+
+        Every other origin is taken to forward as often as this one, and as much as a hit takes.
+        """
+        standing.ledger.book(ticket, work_s, now, until)
         if not hit:
             self._cold_s = self._cold_s + 0.1 * (work_s - self._cold_s) if self._cold_s else work_s
-        if standing.local:
-            standing.arrived(now)
-        else:
+        if isinstance(standing, PeerStanding):
             if hit:
                 self._typical_s = self._typical_s + 0.1 * (work_s - self._typical_s) if self._typical_s else work_s
             mirrored = max(0, len(self._owners) - 2) * min(work_s, self._typical_s)
-            standing.sent(ticket, tuple.__new__(Send, (now + standing.rtt_s / 2, work_s + mirrored)))
+            standing.queue.sent(ticket, tuple.__new__(Send, (now + standing.rtt_s / 2, work_s + mirrored)))
+        elif isinstance(standing, LocalStanding):
+            standing.arrived(now)
         self.rank(standing, now)
 
     def release(self, standing: Standing, ticket: int, now: float) -> bool:
-        """Take a booking back; unknown and repeated ones are harmless."""
-        standing.unsent(ticket)
+        """Take a booking back; return whether there was one."""
+        if isinstance(standing, PeerStanding):
+            standing.queue.unsent(ticket)
         return standing.ledger.release(ticket, now)
 
     def add(self, standing: Standing, now: float) -> None:
         """Take an endpoint in. O(log n) and a memmove."""
-        if not standing.local:
+        owner = owner_of(standing.name)
+        if isinstance(standing, PeerStanding):
             standing.default_rtt_s = self._typical_rtt_s()
-            group = _owner_of(standing) if standing.peer is not None else ""
+            group = owner if standing.peer is not None else ""
             standing.suspension = self._untried.setdefault(group, standing.suspension)
+        else:
+            self.local |= standing.bit
+        if _is_known(standing):
+            self._owners[owner] += 1
         self.standings[standing.name] = standing
         self.by_bit[standing.bit] = standing
-        if standing.local or standing.peer is not None:
-            self._owners[_owner_of(standing)] += 1
-        if standing.local:
-            self.local |= standing.bit
         self.refresh(standing, now)
 
     def drop(self, endpoint: str) -> None:
         """Take an endpoint out."""
         standing = self.standings.pop(endpoint)
         del self.by_bit[standing.bit]
-        owner = _owner_of(standing)
+        owner = owner_of(endpoint)
         if owner in self._owners:
             self._owners[owner] -= 1
             if not self._owners[owner]:
@@ -149,10 +155,11 @@ class Fleet:
     def refresh_all(self, now: float) -> None:
         """Rank all endpoints anew. O(n log n): once a round."""
         default, rtt_s = self._typical_pace(), self._typical_rtt_s()
-        known = (s for s in self.standings.values() if s.local or s.peer is not None)
-        self._owners = Counter(map(_owner_of, known))
+        self._owners = Counter(owner_of(s.name) for s in self.standings.values() if _is_known(s))
         for standing in self.standings.values():
-            standing.default, standing.default_rtt_s = default, rtt_s
+            standing.default = default
+            if isinstance(standing, PeerStanding):
+                standing.default_rtt_s = rtt_s
             self.refresh(standing, now)
 
     def _typical_rtt_s(self) -> float:
@@ -161,9 +168,8 @@ class Fleet:
         A large fleet measures each pair seldom. With 1 ms for a stranger, 64 nodes a second apart forwarded to all of
         them and lost half of their mean against not routing.
         """
-        measured = sorted(
-            s.peer.rtt_s for s in self.standings.values() if s.peer is not None and s.peer.rtt_s is not None
-        )
+        peers = [s.peer for s in self.standings.values() if isinstance(s, PeerStanding) and s.peer is not None]
+        measured = sorted(peer.rtt_s for peer in peers if peer.rtt_s is not None)
         return measured[3 * (len(measured) - 1) // 4] if measured else DEFAULT_RTT_S
 
     def _typical_pace(self) -> Pace:
@@ -230,16 +236,18 @@ class Fleet:
         assert self._ranking == sorted(self._ranking)
         assert sorted(bit for *_, bit in self._ranking) == sorted(self.by_bit)
         assert {standing.bit: standing for standing in self.standings.values()} == self.by_bit
-        anchor_stride = sum(self.by_bit)
-        assert self.usable & ~anchor_stride == self.overloaded & ~anchor_stride == self.local & ~anchor_stride == 0
+        nobody = ~sum(self.by_bit)
+        assert self.usable & nobody == self.overloaded & nobody == self.local & nobody == 0
+        assert self.guarded & nobody == self.barred & (nobody | self.usable) == 0
         for bit, standing in self.by_bit.items():
+            assert standing.local is bool(self.local & bit)
             assert bool(self.guarded & bit) is (0 < standing.needs_s < inf)
             assert standing.needs_s < inf or not (self.usable & bit or standing.local)
-        assert self.barred & (anchor_stride | self.usable) == self.barred & ~self.usable
 
 
-def _owner_of(standing: Standing) -> str:
-    return standing.name.partition("/")[0]
+def _is_known(standing: Standing) -> bool:
+    """Whether its owner is this node or a peer: not one that others merely tell of."""
+    return not isinstance(standing, PeerStanding) or standing.peer is not None
 
 
 def _rank_of(standing: Standing) -> tuple[float, float, int]:

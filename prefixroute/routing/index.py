@@ -85,12 +85,6 @@ class MergedIndex:
         self._bits[endpoint] = bit
         self._names[bit] = endpoint
 
-    def leave(self, endpoint: str, keys: Iterable[int]) -> None:
-        """Take an endpoint out; `keys` are all the wire keys it was given. 0.3 us a key."""
-        bit = self.retire(endpoint)
-        self.mark(bit, (), keys)
-        self.release(bit)
-
     def retire(self, endpoint: str) -> int:
         """Take an endpoint out whose keys are cleared later; return its bit, which no other gets until `release`.
 
@@ -154,14 +148,15 @@ class MergedIndex:
         """
         if not chain.depth:
             return []
-        if self.sparse & within:
-            return self._search_sparse(chain, keep, within)
+        sparse = self.sparse & within
+        if sparse:
+            return self._merged(self._last_ends(chain, sparse, keep), chain, keep, within & ~sparse)
         first = self._masks.get(chain.key(1) >> 16, 0) & within
         if not first:
             return []
         coarse = first & self._coarse
         if coarse:
-            return self._search_coarse(chain, first, coarse, keep)
+            return self._merged(self._gallop_coarse(chain, coarse, keep), chain, keep, first ^ coarse)
         get, key, whole = self._masks.get, chain.key, chain.depth
         brackets: list[tuple[int, int, int, int]] = []
         lower, holders, upper = 1, first, STRIDE
@@ -199,26 +194,31 @@ class MergedIndex:
         if bit & self.sparse:
             strata = self._last_ends(chain, bit, 1)
             return strata[0].depth if strata else 0
-        if bit & self._coarse:
-            return self._depth_coarse(chain, bit)
-        lower, upper = 0, chain.depth + 1
+        masks, anchor_stride = self._masks, self.stride(bit)
+        if anchor_stride > 1 and not (chain.depth and masks.get(chain.key(1) >> 16, 0) & bit):
+            return 0
+        lower, upper = 0, chain.depth // anchor_stride + 1
         while upper - lower > 1:
             middle = (lower + upper) // 2
-            if self._masks.get(chain.key(middle) >> 16, 0) & bit:
+            if masks.get(chain.key(middle * anchor_stride) >> 16, 0) & bit:
                 lower = middle
             else:
                 upper = middle
-        return lower
+        if anchor_stride == 1:
+            return lower
+        strata = []
+        self._try_ends(chain, lower * anchor_stride, bit, anchor_stride, strata)
+        return strata[0].depth
+
+    def _merged(self, strata: list[Stratum], chain: TokenChain, keep: int, others: int) -> list[Stratum]:
+        """Return the deepest `keep` of these strata and those of `others`, which are searched as what they are."""
+        if others:
+            for stratum in self.search(chain, keep, others):
+                _add(strata, stratum.depth, stratum.mask)
+            strata.sort(key=_depth_of, reverse=True)
+        return strata[:keep]
 
     # --- sparse endpoints ----------------------------------------------------------------------------------
-
-    def _search_sparse(self, chain: TokenChain, keep: int, within: int) -> list[Stratum]:
-        """The deepest strata among `within`, of which some are sparse."""
-        strata = self._last_ends(chain, self.sparse & within, keep)
-        for stratum in self.search(chain, keep, within & ~self.sparse):
-            _add(strata, stratum.depth, stratum.mask)
-        strata.sort(key=lambda stratum: -stratum.depth)
-        return strata[:keep]
 
     def _last_ends(self, chain: TokenChain, holders: int, keep: int) -> list[Stratum]:
         """The deepest `keep` strata of sparse endpoints: sections from the deepest up, each depth of those marked."""
@@ -245,15 +245,6 @@ class MergedIndex:
         return strata
 
     # --- coarse endpoints ----------------------------------------------------------------------------------
-
-    def _search_coarse(self, chain: TokenChain, first: int, coarse: int, keep: int) -> list[Stratum]:
-        """The deepest strata of `first`, of which `coarse` are coarse."""
-        strata = self._gallop_coarse(chain, coarse, keep)
-        if first != coarse:
-            for stratum in self.search(chain, keep, first ^ coarse):
-                _add(strata, stratum.depth, stratum.mask)
-            strata.sort(key=lambda stratum: -stratum.depth)
-        return strata[:keep]
 
     def _gallop_coarse(self, chain: TokenChain, holders: int, keep: int) -> list[Stratum]:
         """The deepest strata of coarse endpoints that hold the first block: walk stride ends, bisect, try the ends."""
@@ -294,22 +285,6 @@ class MergedIndex:
                     return
         strata.append(Stratum(lower, landed))
 
-    def _depth_coarse(self, chain: TokenChain, bit: int) -> int:
-        masks = self._masks
-        if not chain.depth or not masks.get(chain.key(1) >> 16, 0) & bit:
-            return 0
-        anchor_stride = self._widest(bit)
-        lower, upper = 0, chain.depth // anchor_stride + 1
-        while upper - lower > 1:
-            middle = (lower + upper) // 2
-            if masks.get(chain.key(middle * anchor_stride) >> 16, 0) & bit:
-                lower = middle
-            else:
-                upper = middle
-        strata: list[Stratum] = []
-        self._try_ends(chain, lower * anchor_stride, bit, anchor_stride, strata)
-        return strata[0].depth
-
     def _widest(self, mask: int) -> int:
         """The widest stride among coarse endpoints."""
         return next(anchor_stride for anchor_stride, endpoints in self._strides if endpoints & mask)
@@ -331,6 +306,10 @@ class MergedIndex:
             for name in self.names(mask):
                 found[name].add(key)
         assert found == expected
+
+
+def _depth_of(stratum: Stratum) -> int:
+    return stratum.depth
 
 
 def _add(strata: list[Stratum], depth: int, mask: int) -> None:

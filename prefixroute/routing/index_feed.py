@@ -1,4 +1,4 @@
-"""Upkeep of the merged index in slices: what replicas gained and lost enters it a few thousand keys at a time.
+"""Feeds the merged index in slices: what replicas gained and lost enters it a few thousand keys at a time.
 
 A replica changes at once, an array for another; its 100,000 keys in the index take 30 ms, and nobody waits so long.
 
@@ -54,7 +54,7 @@ class _Job:
         return ([], gone) if gone else None
 
 
-class Upkeep:
+class IndexFeed:
     """Brings changes into an index. Call `begin`, then whatever takes changes, then `go_on`, in each call of a node."""
 
     __slots__ = ("_index", "_jobs", "_left", "_retired")

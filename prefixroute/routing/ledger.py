@@ -1,9 +1,16 @@
-"""What this node has booked at an endpoint, and how often requests come to it: read by every decision.
+"""What waits at an endpoint: this node's bookings, a peer's queue, and how often requests come.
+
+| | knows | counts as wait |
+|---|---|---|
+| `Ledger` | what this node booked at an endpoint | all of it, less the progress of the oldest |
+| `Queue` | what a peer reported, and what was sent there since | what of it is left when a forward arrives |
+| `ArrivalRate` | when requests came to an endpoint of this node's own | nothing: it tells how many a prefill delays |
 
 Rules:
 1. A request is booked when it is decided, not when it is seen in a report: N routers otherwise pick the same best
    endpoint within one gossip round (Dynamo #589, SMG #1714).
 2. A booking ends with the first token, the outcome, or time, whichever is first.
+3. Work is in seconds of prefill at the endpoint, and a queue drains one second of it a second.
 """
 
 from __future__ import annotations
@@ -17,7 +24,6 @@ ARRIVALS_S = 30.0
 
 class _Booking(NamedTuple):
     work_s: float
-    tokens: int
     expires_at: float
 
 
@@ -25,38 +31,31 @@ class Ledger:
     """Work that this node booked on one endpoint and that has not reached its first token: a queue drained at rate 1.
 
     Bookings are released by an outcome or the first token, and expire, so that a lost outcome does no lasting harm.
-    Bounded by the number of requests in flight. `wait_s` and `tokens` are O(1) amortised.
+    Bounded by the number of requests in flight. `wait_s` is O(1) amortised.
     """
 
-    __slots__ = ("_head_at", "_tokens", "_work_s", "open")
+    __slots__ = ("_head_at", "_work_s", "open")
 
     def __init__(self) -> None:
         self.open: dict[int, _Booking] = {}
         """What is booked, by ticket, the oldest first. To be read only."""
         self._work_s = 0.0
-        self._tokens = 0
         self._head_at = 0.0
 
     def __len__(self) -> int:
         return len(self.open)
 
-    @property
-    def tokens(self) -> int:
-        """Uncached tokens booked and not released."""
-        return self._tokens
-
-    def book(self, ticket: int, work_s: float, tokens: int, now: float, expires_at: float) -> None:
-        """Book a request under its decision's id."""
+    def book(self, ticket: int, work_s: float, now: float, expires_at: float) -> None:
+        """Book a request under its decision's id. A ticket that is booked already is booked anew."""
         if not self.open:
             self._head_at = now
         elif ticket in self.open:
             self.release(ticket, now)
-        self.open[ticket] = tuple.__new__(_Booking, (work_s, tokens, expires_at))
+        self.open[ticket] = tuple.__new__(_Booking, (work_s, expires_at))
         self._work_s += work_s
-        self._tokens += tokens
 
     def release(self, ticket: int, now: float) -> bool:
-        """Take a booking back; unknown and repeated tickets are harmless."""
+        """Take a booking back; return whether there was one."""
         if ticket not in self.open:
             return False
         if ticket == next(iter(self.open)):
@@ -64,7 +63,6 @@ class Ledger:
             self._head_at = now
         booking = self.open.pop(ticket)
         self._work_s = self._work_s - booking.work_s if self.open else 0.0
-        self._tokens -= booking.tokens
         return True
 
     def wait_s(self, now: float) -> float:
@@ -76,6 +74,73 @@ class Ledger:
                 return max(0.0, self._work_s - min(max(now - self._head_at, 0.0), head.work_s))
             self.release(first, now)
         return 0.0
+
+    def _check(self) -> None:
+        """Assert that the sum of the work is that of the bookings. O(bookings)."""
+        assert abs(self._work_s - sum(booking.work_s for booking in self.open.values())) < 1e-6
+        assert self.open or self._work_s == 0.0
+
+
+class Send(NamedTuple):
+    """Work that joins a peer's queue: a forward of this node's, and what the other origins can be expected to send."""
+
+    arrives_at: float
+    work_s: float
+
+
+class Queue:
+    """A peer's queue, in seconds of prefill: what it reported, drained since, and what was sent there since.
+
+    A forward counts until its first token, unless the report is later than its arrival and therefore counts it.
+    """
+
+    __slots__ = ("_at", "_counted", "_work_s", "reported_at", "reported_s", "sends")
+
+    def __init__(self) -> None:
+        self.reported_s = 0.0
+        """The queue by the freshest report."""
+        self.reported_at = 0.0
+        """When that was so."""
+        self.sends: dict[int, Send] = {}
+        """Forwards without a first token, by decision."""
+        self._work_s = 0.0
+        self._at = 0.0
+        """The queue was `_work_s` long at this moment, the arrival of the last forward that joined it."""
+        self._counted = False
+        """Whether both are up to date."""
+
+    def told(self, work_s: float, at: float) -> None:
+        """Take a report: the queue was `work_s` long at the moment `at`. O(1)."""
+        self.reported_s, self.reported_at, self._counted = work_s, at, False
+
+    def sent(self, ticket: int, send: Send) -> None:
+        """Note a forward that joins the queue. O(1)."""
+        if self._counted and ticket not in self.sends:
+            self._join(send)
+        else:
+            self._counted = False
+        self.sends[ticket] = send
+
+    def unsent(self, ticket: int) -> None:
+        """Take a forward out: its first token is here, or will never be. An unknown one is harmless."""
+        if self.sends.pop(ticket, None) is not None:
+            self._counted = False
+
+    def left_s(self, at: float) -> float:
+        """Return how long the queue is at a moment. O(1); O(forwards under way) after a report or a first token."""
+        if not self._counted:
+            self._work_s, self._at, self._counted = self.reported_s, self.reported_at, True
+            for send in self.sends.values():
+                self._join(send)
+        left, since = self._work_s, at - self._at
+        if left and since > 0:
+            return left - since if since < left else 0.0
+        return left
+
+    def _join(self, send: Send) -> None:
+        if send.arrives_at > self.reported_at:
+            self._work_s = max(0.0, self._work_s - max(0.0, send.arrives_at - self._at)) + send.work_s
+            self._at = max(self._at, send.arrives_at)
 
 
 class ArrivalRate:

@@ -1,5 +1,13 @@
 """One endpoint's standing with this node: what is believed of it, and what it would cost to send a prompt there.
 
+| | `LocalStanding`, this node's own | `PeerStanding`, anybody else's |
+|---|---|---|
+| pace | what outcomes show, else what its engine's probe tells | the freshest report, from gossip or with a reply |
+| wait | the longer of what a probe saw and what is booked | the reported queue, drained, and what was sent since |
+| round trip | none | as gossip measured it |
+| confidence | the residency's own | its owner's, times what came true, times what lasts the way there |
+| arrivals | counted here | told by its owner |
+
 Rules:
 1. What a decision reads is kept ready; `refresh` brings it up to date when a report, an outcome or a round comes.
 2. Confidence comes from evidence: what the owner says of its own residency, hits that were predicted and missed, and
@@ -9,13 +17,14 @@ Rules:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import exp
-from typing import NamedTuple
 
-from ..load import LoadReport, Pace, PushBackState, RateEstimate, learnt
-from ..policy.interface import Candidate
+from ..load import LoadReport, PushBackState
+from ..policy.interface import Candidate, weighed
 from ..replication.copies import Copy, Peer
-from .ledger import ArrivalRate, Ledger
+from .ledger import ArrivalRate, Ledger, Queue
+from .pace import Pace, RateEstimate
 from .trust import Accuracy, Lateness, Misses, Suspension
 
 BELIEF = 0.95
@@ -25,193 +34,114 @@ DEFAULT_RTT_S = 0.001
 """Network round trip to a peer until it is measured."""
 
 
-class Send(NamedTuple):
-    """Work that joins a peer's queue: a forward of this node's, and what the other origins can be expected to send."""
-
-    arrives_at: float
-    work_s: float
-
-
 class Standing:
-    """One endpoint's standing with this node. What a decision reads is kept ready; `refresh` brings it up to date."""
+    """What both kinds of endpoint have. Made as one of them, and kept ready for `weigh` by `refresh`."""
 
     __slots__ = (
-        "_arrivals",
-        "_bias_s",
         "_eviction_age_s",
-        "_queue_at",
-        "_queue_s",
-        "_reported_at",
-        "_reported_s",
         "_room_tokens",
-        "_surprised_at",
         "_waiting",
         "accuracy",
         "bit",
         "confidence",
         "copy",
         "default",
-        "default_rtt_s",
-        "estimate",
         "hit_unit",
-        "lateness",
         "ledger",
         "local",
         "misses",
         "name",
         "needs_s",
         "overhead_s",
-        "peer",
-        "probed_tokens",
         "rank",
         "rate",
         "refusal",
         "refused_until",
-        "reply",
         "rtt_s",
-        "sends",
         "state",
         "suspension",
         "trust",
         "zone",
     )
 
-    def __init__(self, copy: Copy, peer: Peer | None, bit: int, now: float) -> None:
+    def __init__(self, copy: Copy, local: bool, bit: int) -> None:
+        # Who it is.
         self.copy = copy
         self.name = copy.endpoint
-        self.local = copy.mine
-        """Whether the endpoint is this node's own."""
-        self.peer = peer
+        self.local = local
+        """Whether the endpoint is this node's own: a `LocalStanding`."""
         self.bit = bit
+        """Its bit in masks, as the index gave it."""
+        # What this node and its requests did there.
         self.ledger = Ledger()
-        self._arrivals = ArrivalRate()
-        self.estimate = RateEstimate()
-        self.default_rtt_s = DEFAULT_RTT_S
-        """What is taken for a round trip that was not measured yet."""
-        self.default = Pace()
-        """What is taken for a pace that the endpoint does not tell."""
+        """What this node booked there."""
         self.suspension = Suspension()
+        """Whether forwards to it fail; shared with others while it has served none."""
         self.refused_until = float("-inf")
+        """Clock reading, in seconds, until which it counts as refusing, since it turned a request away."""
         self.refusal = ""
-        self.sends: dict[int, Send] = {}
-        """By decision: forwards without a first token; those that the freshest report cannot know count."""
-        self.reply: tuple[LoadReport, float] | None = None
-        """The load report that came with a reply, and when: the freshest one until gossip brings a later word."""
-        self.probed_tokens = 0
-        """What a probe saw queued at a local engine; its advert counts this node's bookings as well."""
+        """The reason that it gave."""
         self.trust = 1.0
-        """Share of predicted hits that came true, lately."""
+        """Share of predicted hits that came true lately, 0 to 1."""
+        self.misses = Misses()
+        """Predicted hits in a row that were none."""
         self.accuracy = Accuracy()
         """All predictions that were compared, since the endpoint is known."""
-        self.misses = Misses()
-        self.lateness = Lateness()
-        self._bias_s = 0.0
-        self._surprised_at = now
-        self._queue_s = 0.0
-        self._queue_at: float | None = None
+        # What the fleet sets.
+        self.default = Pace()
+        """What is taken for a pace that the endpoint does not tell."""
         self.needs_s = 0.0
         """Seconds that a forward there has to save by the rules for zones; infinite: none may go there."""
         self.rank: tuple[float, float, int] | None = None
-        """Where it is in the fleet's ranking: cost before any prefill, a draw for ties, its bit."""
-        self.refresh(now)
+        """Where it is in the fleet's ranking: seconds before any prefill, a draw for ties, its bit. None: nowhere."""
+        # What `refresh` reads off.
+        self.rate = self.default.prefill_tokens_per_s
+        """Tokens of prefill a second."""
+        self.overhead_s = self.default.overhead_s
+        """Fixed part of a time to first token, in seconds."""
+        self.rtt_s = 0.0
+        """Round trip there, in seconds."""
+        self.confidence = 1.0
+        """Share of a match that is counted, 0 to 1."""
+        self.hit_unit = 0
+        """Tokens that its engine reuses as a whole; 0: not known, a block is taken."""
+        self.state = PushBackState.OPEN
+        """Its push-back."""
+        self.zone = ""
+        """Its owner's label, "" while it is not known."""
+        self._waiting = 0
+        """Requests that wait there, by its report."""
+        self._room_tokens = self._eviction_age_s = float("inf")
+        """As `Candidate` has them, in tokens and seconds."""
 
     def refresh(self, now: float) -> None:
-        """Read the freshest report: rate, fixed time, queue, push-back, confidence, round trip. O(1)."""
+        """Bring all that a decision reads up to date. O(1)."""
+        raise NotImplementedError
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds that a prompt can be expected to wait there before its prefill begins."""
+        raise NotImplementedError
+
+    def arrivals_per_s(self, now: float) -> float:
+        """Return the requests a second that come to the endpoint."""
+        raise NotImplementedError
+
+    def _read(self, report: LoadReport, now: float) -> None:
+        """Take what a report and the owner's advert say."""
         copy, advert = self.copy, self.copy.advert
-        report, self._reported_at = advert.report, copy.load_at
-        if self.reply is not None and self.reply[1] >= copy.load_at:
-            report, self._reported_at = self.reply
-        if self.local:
-            report = learnt(report, self.estimate)
         self.rate = report.prefill_tokens_per_s or self.default.prefill_tokens_per_s
         self.overhead_s = report.overhead_s or self.default.overhead_s
-        self._reported_s = (self.probed_tokens if self.local else report.queued_tokens) / self.rate
-        self._queue_at = None
         self._waiting = report.waiting
         self._room_tokens, self._eviction_age_s = advert.room_tokens, advert.eviction_age_s
         self.hit_unit = advert.hit_unit
         self.zone = copy.zone
-        measured = self.peer.rtt_s if self.peer is not None else None
-        self.rtt_s = 0.0 if self.local else self.default_rtt_s if measured is None else measured
         self.trust = self.misses.forgiven(self.trust, now)
         self.confidence = advert.confidence * self.trust
-        if not self.local:
-            # What is evicted there while a forward is under way is no hit: of a cache that turns over in seconds,
-            # little is left after a second's way.
-            self.confidence *= BELIEF * exp(-self.rtt_s / 2 / max(self._eviction_age_s, 1e-9))
-        self.state = advert.state
-        if now < self.refused_until:
-            self.state = PushBackState.REFUSING
-        elif not self.local and now - copy.heard_at > advert.ttl_s:
-            self.state = PushBackState.OPEN
+        self.state = PushBackState.REFUSING if now < self.refused_until else advert.state
 
-    def wait_s(self, now: float) -> float:
-        """Expected wait before prefill begins: the reported queue, drained since, and what was sent since."""
-        ledger = self.ledger
-        if self.local:
-            # What a probe saw is of an unknown moment between two probes; it is not drained.
-            return max(ledger.wait_s(now), self._reported_s) if len(ledger) else self._reported_s
-        # The queue as it was reported, drained since; what was sent since joins it when it arrives.
-        at = self._queue_at
-        if at is None:
-            at = self._recount()
-        wait = self._queue_s
-        if wait:
-            since = now + self.rtt_s / 2 - at
-            wait = 0.0 if since >= wait else wait - since if since > 0 else wait
-        return wait + self.excess_s(now) if self._bias_s > 0 else wait
-
-    def sent(self, ticket: int, send: Send) -> None:
-        """Note a forward that joins the queue. O(1)."""
-        at = self._queue_at
-        if at is not None and ticket not in self.sends:
-            self._join(send, at)
-        else:
-            self._queue_at = None
-        self.sends[ticket] = send
-
-    def unsent(self, ticket: int) -> None:
-        """Take a forward out of the queue: its first token is here, or will never be. An unknown one is harmless."""
-        if self.sends.pop(ticket, None) is not None:
-            self._queue_at = None
-
-    def _recount(self) -> float:
-        """Let the queue be what was reported and what was sent since; return when it was so. O(forwards under way)."""
-        self._queue_s, self._queue_at = self._reported_s, self._reported_at
-        for send in self.sends.values():
-            self._join(send, self._queue_at)
-        return self._queue_at
-
-    def _join(self, send: Send, at: float) -> None:
-        if send.arrives_at > self._reported_at:
-            self._queue_s = max(0.0, self._queue_s - max(0.0, send.arrives_at - at)) + send.work_s
-            self._queue_at = max(at, send.arrives_at)
-
-    def told_s(self, uncached_tokens: float) -> float:
-        """Return the seconds to a first token there, by its last word alone: its queue, fixed time and rate."""
-        return self._reported_s + self.overhead_s + uncached_tokens / self.rate
-
-    def arrived(self, now: float) -> None:
-        """Note a request that a local endpoint is to serve."""
-        self._arrivals.arrived(now)
-
-    def arrivals_per_s(self, now: float) -> float:
-        """Return the requests a second that come to the endpoint, by its owner's word or by this node's count."""
-        return self._arrivals.per_s(now) if self.local else self.copy.advert.arrivals_per_s
-
-    def excess_s(self, now: float) -> float:
-        """Return the seconds by which first tokens came later than expected, lately: what its reports do not tell.
-
-        It fades, so that a peer that is avoided for it is tried again.
-        """
-        # Early ones weigh against late ones, but a peer is not taken for faster than it says.
-        return self._bias_s * exp((self._surprised_at - now) / self.lateness.fades_s) if self._bias_s > 0 else 0.0
-
-    def surprised(self, ttft_s: float, expected_s: float, now: float) -> None:
-        """Learn from a first token when it came, and when it was expected of a peer by what it tells of itself."""
-        self._bias_s = self.excess_s(now) or self._bias_s
-        self._bias_s += self.lateness.weight(ttft_s, expected_s) * (ttft_s - expected_s - self._bias_s)
-        self._surprised_at = now
+    def compared(self, share: float, now: float) -> None:
+        """Note that `share` of a predicted hit came true, 0 to 1."""
+        self.trust += self.misses.weight(share, now) * (share - self.trust)
 
     def weigh(self, depth: int, n_tokens: int, block_tokens: int, now: float, predicted: bool = False) -> Candidate:
         """Weigh the endpoint for a prompt of which it holds `depth` blocks. O(1)."""
@@ -222,33 +152,126 @@ class Standing:
             if matched >= n_tokens:
                 matched = n_tokens - 1
             matched -= matched % (self.hit_unit or block_tokens)
-        local, copy, rate, confidence = self.local, self.copy, self.rate, self.confidence
-        rtt, wait, overhead = self.rtt_s, self.wait_s(now), self.overhead_s
-        prefill = (n_tokens - confidence * matched) / rate
         queued, waiting = len(self.ledger.open), self._waiting
-        return tuple.__new__(
-            Candidate,
-            (
-                self.name,
-                local,
-                n_tokens,
-                depth,
-                matched,
-                confidence,
-                rtt,
-                wait,
-                overhead,
-                prefill,
-                rtt + wait + overhead + prefill,
-                self.state,
-                0.0 if local else now - copy.heard_at,
-                1 / rate,
-                queued if queued > waiting else waiting,
-                self._room_tokens,
-                self._eviction_age_s,
-                predicted,
-                self._arrivals.per_s(now) if local else copy.advert.arrivals_per_s,
-                self.zone,
-                None,
-            ),
+        return weighed(
+            self.name,
+            self.local,
+            n_tokens,
+            depth,
+            matched,
+            self.confidence,
+            self.rtt_s,
+            self.wait_s(now),
+            self.overhead_s,
+            self.rate,
+            self.state,
+            0.0 if self.local else now - self.copy.heard_at,
+            queued if queued > waiting else waiting,
+            self._room_tokens,
+            self._eviction_age_s,
+            predicted,
+            self.arrivals_per_s(now),
+            self.zone,
         )
+
+
+class LocalStanding(Standing):
+    """An endpoint of this node's own. `probed()` returns the tokens that a probe saw queued at its engine.
+
+    That, and not the queue of the advert: the advert counts this node's bookings as well.
+    """
+
+    __slots__ = ("_arrivals", "_probed", "_probed_s", "estimate")
+
+    def __init__(self, copy: Copy, bit: int, now: float, probed: Callable[[], int]) -> None:
+        super().__init__(copy, True, bit)
+        self.estimate = RateEstimate()
+        """Rate and fixed time as outcomes show them."""
+        self._arrivals = ArrivalRate()
+        self._probed = probed
+        self._probed_s = 0.0
+        """The queue that a probe saw, in seconds of prefill."""
+        self.refresh(now)
+
+    def refresh(self, now: float) -> None:
+        """Read the engine's probe and the outcomes. O(1)."""
+        self._read(self.estimate.corrected(self.copy.advert.report), now)
+        self._probed_s = self._probed() / self.rate
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds before a prefill begins: the longer of what a probe saw and what is booked."""
+        # What a probe saw is of an unknown moment between two probes; it is not drained.
+        ledger, probed_s = self.ledger, self._probed_s
+        return max(ledger.wait_s(now), probed_s) if ledger.open else probed_s
+
+    def arrived(self, now: float) -> None:
+        """Note a request that the endpoint is to serve."""
+        self._arrivals.arrived(now)
+
+    def arrivals_per_s(self, now: float) -> float:
+        """Return the requests a second that this node's count shows."""
+        return self._arrivals.per_s(now)
+
+
+class PeerStanding(Standing):
+    """An endpoint of another node; `peer` is that node, None while it is no peer of this one."""
+
+    __slots__ = ("_late_s", "_surprised_at", "default_rtt_s", "lateness", "peer", "queue", "reply")
+
+    def __init__(self, copy: Copy, peer: Peer | None, bit: int, now: float) -> None:
+        super().__init__(copy, False, bit)
+        self.peer = peer
+        self.default_rtt_s = DEFAULT_RTT_S
+        """What is taken for a round trip that was not measured yet, in seconds."""
+        self.queue = Queue()
+        self.reply: tuple[LoadReport, float] | None = None
+        """The load report that came with a reply, and when: the freshest one until gossip brings a later word."""
+        self.lateness = Lateness()
+        """First tokens in a row that came late, and prompts handed back."""
+        self._late_s = 0.0
+        """Seconds by which first tokens came later than told, smoothed; below 0: earlier."""
+        self._surprised_at = now
+        self.refresh(now)
+
+    def refresh(self, now: float) -> None:
+        """Read the freshest report: rate, fixed time, queue, push-back, confidence, round trip. O(1)."""
+        copy = self.copy
+        report, at = copy.advert.report, copy.load_at
+        if self.reply is not None and self.reply[1] >= at:
+            report, at = self.reply
+        self._read(report, now)
+        self.queue.told(report.queued_tokens / self.rate, at)
+        measured = self.peer.rtt_s if self.peer is not None else None
+        self.rtt_s = self.default_rtt_s if measured is None else measured
+        # Discount the match by what the peer evicts within one way: of a cache that turns over in seconds, little is
+        # left after a second's way.
+        self.confidence *= BELIEF * exp(-self.rtt_s / 2 / max(self._eviction_age_s, 1e-9))
+        if now >= self.refused_until and now - copy.heard_at > copy.advert.ttl_s:
+            self.state = PushBackState.OPEN
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds before a prefill begins: what is left of the queue when a prompt sent now arrives."""
+        wait = self.queue.left_s(now + self.rtt_s / 2)
+        return wait + self.excess_s(now) if self._late_s > 0 else wait
+
+    def arrivals_per_s(self, now: float) -> float:
+        """Return the requests a second that its owner tells of."""
+        return self.copy.advert.arrivals_per_s
+
+    def told_s(self, uncached_tokens: float) -> float:
+        """Return the seconds to a first token there, by its last word alone: its queue, fixed time and rate."""
+        return self.queue.reported_s + self.overhead_s + uncached_tokens / self.rate
+
+    def excess_s(self, now: float) -> float:
+        """Return the seconds by which first tokens came later than expected, lately: what its reports do not tell.
+
+        It fades, so that a peer that is avoided for it is tried again.
+        """
+        # Early ones weigh against late ones, but a peer is not taken for faster than it says.
+        return self._late_s * exp((self._surprised_at - now) / self.lateness.fades_s) if self._late_s > 0 else 0.0
+
+    def surprised(self, ttft_s: float, expected_s: float, now: float) -> None:
+        """Learn from a first token: when it came, and when it was expected by what the peer tells of itself."""
+        self._late_s = self.excess_s(now) or self._late_s
+        self._late_s += self.lateness.weight(ttft_s, expected_s) * (ttft_s - expected_s - self._late_s)
+        self._surprised_at = now

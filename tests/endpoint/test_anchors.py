@@ -340,7 +340,9 @@ def test_anchors_follow_an_engine_through_its_residency() -> None:
     chain = TokenChain(ChainSpec(4, domain.mix), domain.root_key(DEFAULT_NAMESPACE), tokens)
     residency.apply(EngineBatch((BlocksStored(tuple(range(20)), None, tokens, 4),)))
     residency.end_request(TokenChain(ChainSpec(4, domain.mix), domain.root_key(DEFAULT_NAMESPACE), tokens[:42]))
-    assert set(anchors.follow(residency.published()).added) == {wire_key(chain.key(depth)) for depth in (1, 8, 10, 16, 20)}
+    assert set(anchors.follow(residency.published()).added) == {
+        wire_key(chain.key(depth)) for depth in (1, 8, 10, 16, 20)
+    }
     residency.apply(EngineBatch((BlocksRemoved((19, 18)),)))
     changes = anchors.follow(residency.published())
     assert changes == Delta({wire_key(chain.key(18))}, {wire_key(chain.key(20))})

@@ -29,7 +29,7 @@ from prefixroute.endpoint.history import DEFAULT_CAPACITY_BLOCKS, RoutingHistory
 from prefixroute.endpoint.local import SILENT_AFTER, LocalEndpoint
 from prefixroute.keys.chain import ChainSpec
 from prefixroute.replication.copies import Copy
-from prefixroute.routing.standing import Standing
+from prefixroute.routing.standing import LocalStanding
 from prefixroute.testing import stored
 
 DOMAIN = Domain("m", "t")
@@ -46,10 +46,11 @@ def chain(tokens: list[int], namespace: Namespace | None = None, contents: tuple
     return TokenChain(ChainSpec(BLOCK, DOMAIN.mix), DOMAIN.root_key(namespace), tokens, contents, namespace)
 
 
-def endpoint(push_back: PushBackSettings | None = None) -> tuple[LocalEndpoint, Standing]:
+def endpoint(push_back: PushBackSettings | None = None) -> tuple[LocalEndpoint, LocalStanding]:
     copy = Copy("a/0", True, 1, 0.0)
-    local = LocalEndpoint(copy, DOMAIN, push_back or PushBackSettings(), ("gpu", "cpu"), 49152, lambda key: False)
-    return local, Standing(copy, None, 1, 0.0)
+    tiers = ("gpu", "cpu")
+    local = LocalEndpoint(copy, 1, 0.0, DOMAIN, push_back or PushBackSettings(), tiers, 49152, lambda key: False)
+    return local, local.standing
 
 
 def held(one: LocalEndpoint, tokens: list[int]) -> int:
@@ -62,8 +63,8 @@ def held(one: LocalEndpoint, tokens: list[int]) -> int:
 
 
 def test_a_new_endpoint_advertises_no_pace_that_it_does_not_know() -> None:
-    one, standing = endpoint()
-    assert one.advertise(standing, 2.0, 0.0) == []
+    one, _ = endpoint()
+    assert one.advertise(2.0, 0.0) == []
     advert = one.copy.advert
     assert advert.state is PushBackState.OPEN
     assert advert.ttl_s == 0.0
@@ -75,51 +76,51 @@ def test_a_new_endpoint_advertises_no_pace_that_it_does_not_know() -> None:
 def test_the_worse_of_probe_and_bookings_is_advertised(probed: int, booked: int, advertised: int) -> None:
     one, standing = endpoint(PushBackSettings(enter_s=100.0))
     one.report = LoadReport(queued_tokens=probed, prefill_tokens_per_s=1000)
-    standing.ledger.book(1, booked / 1000, booked, 0.0, 99.0)
-    one.advertise(standing, 2.0, 0.0)
+    standing.ledger.book(1, booked / 1000, 0.0, 99.0)
+    one.advertise(2.0, 0.0)
     assert one.copy.advert.report.queued_tokens == advertised
 
 
 def test_a_released_booking_counts_no_more_at_once() -> None:
     one, standing = endpoint()
     one.report = LoadReport(queued_tokens=100, prefill_tokens_per_s=1000)
-    standing.ledger.book(1, 2.0, 2000, 0.0, 99.0)
-    one.advertise(standing, 2.0, 0.0)
+    standing.ledger.book(1, 2.0, 0.0, 99.0)
+    one.advertise(2.0, 0.0)
     standing.ledger.release(1, 0.0)
     standing.refresh(0.0)
     assert standing.wait_s(0.0) == pytest.approx(0.1)
 
 
 def test_push_back_is_told_once_and_carries_reason_and_time_to_live() -> None:
-    one, standing = endpoint(PushBackSettings(enter_s=4.0, leave_s=2.0))
+    one, _ = endpoint(PushBackSettings(enter_s=4.0, leave_s=2.0))
     one.report = LoadReport(queued_tokens=5000, prefill_tokens_per_s=1000)
-    assert one.advertise(standing, 2.0, 0.0) == [PushBackChanged("a/0", "overloaded", "queue of 5.0 s")]
-    assert one.advertise(standing, 2.0, 1.0) == []
+    assert one.advertise(2.0, 0.0) == [PushBackChanged("a/0", "overloaded", "queue of 5.0 s")]
+    assert one.advertise(2.0, 1.0) == []
     advert = one.copy.advert
     assert (advert.state, advert.ttl_s, advert.report.reason) == (PushBackState.OVERLOADED, 2.0, "queue of 5.0 s")
     assert not advert.report.refusing
     one.report = LoadReport()
-    assert one.advertise(standing, 2.0, 2.0) == [PushBackChanged("a/0", "open", "")]
+    assert one.advertise(2.0, 2.0) == [PushBackChanged("a/0", "open", "")]
     assert one.copy.advert.ttl_s == 0.0
 
 
 def test_a_refusing_engine_is_advertised_as_such_and_for_a_while() -> None:
-    one, standing = endpoint(PushBackSettings(ttl_s=2.0))
+    one, _ = endpoint(PushBackSettings(ttl_s=2.0))
     one.report = LoadReport(refusing=True, reason="draining")
-    assert one.advertise(standing, 2.0, 0.0) == [PushBackChanged("a/0", "refusing", "draining")]
+    assert one.advertise(2.0, 0.0) == [PushBackChanged("a/0", "refusing", "draining")]
     one.report = LoadReport()
-    assert one.advertise(standing, 2.0, 1.9) == []
+    assert one.advertise(2.0, 1.9) == []
     assert one.copy.advert.report.refusing
-    assert one.advertise(standing, 2.0, 2.0) == [PushBackChanged("a/0", "open", "")]
+    assert one.advertise(2.0, 2.0) == [PushBackChanged("a/0", "open", "")]
     assert not one.copy.advert.report.refusing
 
 
 def test_a_request_that_the_engine_turned_away_is_advertised_as_refusal() -> None:
     one, standing = endpoint(PushBackSettings(ttl_s=2.0))
     standing.refused_until, standing.refusal = 2.0, "503"
-    assert one.advertise(standing, 2.0, 1.0) == [PushBackChanged("a/0", "refusing", "503")]
+    assert one.advertise(2.0, 1.0) == [PushBackChanged("a/0", "refusing", "503")]
     assert one.copy.advert.state is PushBackState.REFUSING
-    assert one.advertise(standing, 2.0, 2.0) == [PushBackChanged("a/0", "open", "")]
+    assert one.advertise(2.0, 2.0) == [PushBackChanged("a/0", "open", "")]
 
 
 def test_rate_and_fixed_time_come_from_outcomes_when_no_probe_tells() -> None:
@@ -127,21 +128,21 @@ def test_rate_and_fixed_time_come_from_outcomes_when_no_probe_tells() -> None:
     for _ in range(4):
         standing.estimate.add(1000, 2.02, False)
         standing.estimate.add(0, 0.02, False)
-    one.advertise(standing, 2.0, 0.0)
+    one.advertise(2.0, 0.0)
     assert one.copy.advert.report.overhead_s == 0.02
     assert one.copy.advert.report.prefill_tokens_per_s == pytest.approx(500, rel=0.02)
 
 
 def test_a_gap_lowers_the_confidence_that_is_advertised_and_is_told() -> None:
-    one, standing = endpoint()
+    one, _ = endpoint()
     one.apply(stored(prompt(1, 8)), 0.0)
     _, told = one.apply(EngineBatch((StreamGap(3),)), 0.0)
     assert told == [ResidencyChanged("a/0", "partial", "events were lost")]
-    one.advertise(standing, 2.0, 0.0)
+    one.advertise(2.0, 0.0)
     assert one.copy.advert.confidence == 0.5
     _, told = one.apply(EngineBatch((StreamRestarted(),)), 0.0)
     assert [event.state for event in told if isinstance(event, ResidencyChanged)] == ["restarted", "exact"]
-    one.advertise(standing, 2.0, 0.0)
+    one.advertise(2.0, 0.0)
     assert one.copy.advert.confidence == 1.0
 
 
@@ -149,19 +150,19 @@ def test_a_gap_lowers_the_confidence_that_is_advertised_and_is_told() -> None:
 
 
 def test_the_hit_unit_is_the_engines_block_where_it_is_known() -> None:
-    one, standing = endpoint()
+    one, _ = endpoint()
     one.apply(stored(prompt(1, 8), block_size=32), 0.0)
     one.served(chain(prompt(2, 8)), 48, 0.0)
-    one.advertise(standing, 2.0, 0.0)
+    one.advertise(2.0, 0.0)
     assert one.copy.advert.hit_unit == 32
 
 
 def test_an_unknown_hit_unit_is_learnt_from_cached_tokens() -> None:
-    one, standing = endpoint()
+    one, _ = endpoint()
     units = []
     for cached in (None, 0, 192, 128, 0, 320):
         one.served(chain(prompt(1, 30)), cached, 0.0)
-        one.advertise(standing, 2.0, 0.0)
+        one.advertise(2.0, 0.0)
         units.append(one.copy.advert.hit_unit)
     assert units == [0, 0, 192, 64, 64, 64]
 
@@ -313,13 +314,13 @@ def test_a_paused_engine_keeps_its_cache() -> None:
 
 
 def test_more_live_blocks_than_the_engine_has_are_told_and_lower_the_confidence() -> None:
-    one, standing = endpoint()
+    one, _ = endpoint()
     one.probed(LoadReport(capacity_tokens=8 * BLOCK), 0.0)
     _, told = one.apply(stored(prompt(1, 8)), 0.0)
     assert told == []
     _, told = one.apply(stored(prompt(2, 1)), 0.0)
     assert [event.state for event in told if isinstance(event, ResidencyChanged)] == ["inflated", "partial"]
-    one.advertise(standing, 2.0, 0.0)
+    one.advertise(2.0, 0.0)
     assert one.copy.advert.confidence < 1.0
     assert one.apply(stored(prompt(3, 1)), 0.0)[1] == [], "it is told once"
 

@@ -128,5 +128,5 @@ def test_an_endpoint_is_removed_in_the_middle_of_a_batch() -> None:
     node.apply("a/0", stored(tokens(3 * PORTION_BLOCKS)), 1.0)
     node.remove_endpoint("a/0", 1.0)
     finish(node, 1.0)
-    assert len(node._index) == 0
+    assert len(node._table.index) == 0
     node._check()

@@ -93,7 +93,7 @@ def busy_fleet(digest_bytes: int) -> tuple[Network, list[list[int]]]:
     for prompt in prompts:
         node.apply("n0/0", stored(prompt), net.now)
         # As after a reply: the end of the prompt is known.
-        node._locals["n0/0"].served(node.chain(prompt), None, net.now)
+        node._table.locals["n0/0"].served(node.chain(prompt), None, net.now)
     net.settle(5)
     return net, prompts
 
@@ -108,14 +108,14 @@ def test_a_peer_gets_what_the_budget_allows_and_never_believes_too_much(digest_b
     assert digest_bytes == 0 or snapshot_bytes(len(digest.keys)) <= digest_bytes
     assert len(digest.keys) == blocks if digest.every == 1 else len(digest.keys) < blocks / 2
     rng = random.Random(8)
-    here, there = ours._index.bit("n0/0"), theirs._index.bit("n0/0")
+    here, there = ours._table.index.bit("n0/0"), theirs._table.index.bit("n0/0")
     for prompt in prompts:
         # It continues the end of a request: exact. It forks anywhere: at most one stride too low.
         fork = prompt[: rng.randrange(1, len(prompt))] + [rng.randrange(32000) for _ in range(5 * BLOCK)]
         for tokens, slack in ((prompt + [1] * 3 * BLOCK, 0), (fork, digest.every - 1)):
             chain = ours.chain(tokens)
-            exact = ours._index.depth(chain, here)
-            assert exact - slack <= theirs._index.depth(chain, there) <= exact
+            exact = ours._table.index.depth(chain, here)
+            assert exact - slack <= theirs._table.index.depth(chain, there) <= exact
     net.check_all()
 
 
@@ -137,7 +137,7 @@ def test_the_stride_falls_when_the_cache_empties_and_the_digest_is_exact_again()
 def test_a_change_of_stride_costs_no_more_than_a_snapshot() -> None:
     net, _ = busy_fleet(10**6)
     before = sum(net.sent_bytes.values())
-    local = net.nodes["n0"]._locals["n0/0"]
+    local = net.nodes["n0"]._table.locals["n0/0"]
     local.publisher._budget_bytes = 3500
     net.run(2 * REFIT_S)
     assert net.nodes["n1"].digests()["n0/0"].every == 4

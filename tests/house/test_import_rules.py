@@ -37,11 +37,11 @@ PARTS: dict[str, set[str]] = {
 """Part -> the parts it may import, beside the ground. Residency, replication and policy know nothing of each other."""
 
 CROSSING: dict[tuple[str, str], set[str]] = {
-    ("routing", "policy"): {"Candidate", "Policy", "Request", "Withheld"},
+    ("routing", "policy"): {"Candidate", "Policy", "Request", "Withheld", "weighed"},
     ("routing", "replication"): {"Copy", "Peer"},
     ("endpoint", "residency"): {"Published", "Residency"},
-    ("endpoint", "replication"): {"Copy", "OwnedSet"},
-    ("endpoint", "routing"): {"Standing"},
+    ("endpoint", "replication"): {"Copy", "OwnedSet", "Peer"},
+    ("endpoint", "routing"): {"Fleet", "IndexFeed", "LocalStanding", "MergedIndex", "PeerStanding", "Standing"},
 }
 """(importing part, imported part) -> all the names that it takes, to the letter. Of the keys, any."""
 

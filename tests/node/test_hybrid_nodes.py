@@ -15,7 +15,7 @@ from prefixroute.keys.hit_marks import ENDS_ONLY, marked
 from prefixroute.replication.copies import Copy
 from prefixroute.routing.index import MergedIndex, Stratum
 from prefixroute.routing.predictions import Predictions
-from prefixroute.routing.standing import Standing
+from prefixroute.routing.standing import PeerStanding
 from prefixroute.testing import Mesh, stored
 
 WINDOW = "sliding_window"
@@ -132,7 +132,7 @@ def test_a_short_promise_has_one_mark() -> None:
 
 def test_what_is_predicted_of_a_sparse_endpoint_is_of_use_at_its_end_alone() -> None:
     spec = ChainSpec(4, 7)
-    there = Standing(Copy("b/0", False, 1, 0.0), None, 1, 0.0)
+    there = PeerStanding(Copy("b/0", False, 1, 0.0), None, 1, 0.0)
     there.hit_unit = 8
     base = list(range(1000, 1046))
     """Eleven blocks and two tokens: five units of two blocks."""
@@ -210,7 +210,9 @@ def test_an_endpoint_is_sparse_as_long_as_it_says_so() -> None:
     index.update("a", sparse_keys(chain, 40), ())
     assert index.sparse == index.bit("a")
     assert index.depth(chain, index.bit("a")) == 40
-    index.leave("a", sparse_keys(chain, 40))
+    bit = index.retire("a")
+    index.mark(bit, (), sparse_keys(chain, 40))
+    index.release(bit)
     assert index.sparse == 0
     index.join("c")
     index.update("c", {wire_key(chain.key(d)) for d in range(1, 41)}, ())

@@ -173,7 +173,7 @@ def test_a_corrupted_copy_is_found_by_its_checksum_and_fetched_anew() -> None:
     node = net.nodes["n1"]
     copy = copies(node)["n0/0"]
     right, version = copy.keys.keys, copy.keys.version
-    node._index.update("n0/0", [int(right[3]) + 1], [int(right[3])])
+    node._table.index.update("n0/0", [int(right[3]) + 1], [int(right[3])])
     wrong = right.copy()
     wrong[3] += np.uint64(1)
     copy.keys.replace(version, wrong)
@@ -191,7 +191,7 @@ def test_a_removal_of_what_a_copy_lacks_is_a_mismatch_too() -> None:
     node = net.nodes["n1"]
     copy = copies(node)["n0/0"]
     keys = copy.keys.keys.tolist()
-    node._index.update("n0/0", (), keys[:1])
+    node._table.index.update("n0/0", (), keys[:1])
     copy.keys.replace(copy.keys.version, copy.keys.keys[1:])
     net.overlook("n1", "n0/0")
     net.engines["n0/0"].evict(net.now, 0.5)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from prefixroute import Decision, Explanation, LoadReport, Outcome, OutcomeKind, PushBackState, UsageError
+from prefixroute.routing.decision import decided
 from prefixroute.testing import candidate
 
 OWN = candidate("a/0", local=True, depth=2, wait_s=1.25, prompt_tokens=1000)
@@ -27,6 +28,41 @@ DECISION = Decision(
     "longer cached prefix",
     (BEST, BUSY, OWN),
 )
+
+
+def test_each_field_of_a_decision_is_what_its_name_says() -> None:
+    """By keyword, so that a swapped line of the constructor is seen."""
+    made = decided(7, BEST, "http://b", ("c/0", "a/0"), OWN.cost_s, "why", (BEST, BUSY, OWN), 2.5, "eu", (BUSY,))
+    expected = Decision(
+        id=7,
+        target="b/0",
+        local=False,
+        url="http://b",
+        fallbacks=("c/0", "a/0"),
+        prompt_tokens=1000,
+        matched_tokens=512,
+        expected_ttft_s=BEST.cost_s,
+        expected_saving_s=OWN.cost_s - BEST.cost_s,
+        reason="why",
+        candidates=(BEST, BUSY, OWN),
+        budget_s=2.5,
+        declined=False,
+        zone="eu",
+        excluded=(BUSY,),
+    )
+    for name, found, value in zip(Decision._fields, made, expected, strict=True):
+        assert found == value, name
+
+
+def test_what_is_served_here_has_no_budget_and_saves_nothing_and_neither_does_a_gateway() -> None:
+    here = decided(1, OWN, "", (), OWN.cost_s, "", (OWN,), 2.5, "", ())
+    assert (here.local, here.budget_s, here.expected_saving_s) == (True, math.inf, 0.0)
+    assert decided(1, BEST, "", (), math.inf, "", (BEST,), 2.5, "", ()).expected_saving_s == 0.0
+
+
+def test_a_decision_finds_what_an_endpoint_was_weighed_at() -> None:
+    assert [DECISION.candidate(name) for name in ("a/0", "b/0", "c/0")] == [OWN, BEST, BUSY]
+    assert DECISION.candidate("d/0") is None
 
 
 def test_an_explanation_is_plain_json_with_every_term_of_every_candidate() -> None:

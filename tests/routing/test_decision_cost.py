@@ -62,8 +62,8 @@ def effort(endpoints: int, holders: Iterable[int]) -> tuple[int, int, int]:
     rows = asker.stats(net.now).endpoints
     assert len(rows) == endpoints + 1
     assert sum(row.blocks for row in rows) == len(holders) * 64 + (endpoints - len(holders)) * 4
-    table, ranking = CountingDict(asker._index._masks), CountingList(asker._fleet._ranking)
-    asker._index._masks, asker._fleet._ranking = table, ranking
+    table, ranking = CountingDict(asker._table.index._masks), CountingList(asker._table.fleet._ranking)
+    asker._table.index._masks, asker._table.fleet._ranking = table, ranking
     assert asker.route(tokens, net.now).matched_tokens == 1024
     return policy.weighed[0], table.looked_up, ranking.read
 

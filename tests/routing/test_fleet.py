@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 from math import exp
+from typing import Any
 
 import pytest
 
 from prefixroute import LoadReport, PushBackState
+from prefixroute.keys.names import owner_of
 from prefixroute.load import DEFAULT_PREFILL_TOKENS_PER_S, Advert
+from prefixroute.policy.interface import Candidate
 from prefixroute.replication.copies import Copy, Peer
 from prefixroute.replication.gossip_settings import GossipSettings
 from prefixroute.replication.limits import Limits
 from prefixroute.routing.fleet import SAMPLED, Fleet
-from prefixroute.routing.ledger import ARRIVALS_S
-from prefixroute.routing.standing import BELIEF, DEFAULT_RTT_S, Send, Standing
+from prefixroute.routing.ledger import ARRIVALS_S, Send
+from prefixroute.routing.standing import BELIEF, DEFAULT_RTT_S, LocalStanding, PeerStanding, Standing
 
 SEEDS = range(12)
 STATES = (PushBackState.OPEN, PushBackState.OPEN, PushBackState.OVERLOADED, PushBackState.REFUSING)
@@ -27,12 +30,15 @@ def standing(
     bit: int = 1,
     report: LoadReport | None = None,
     now: float = 0.0,
+    probed: int = 0,
     **advert: object,
-) -> Standing:
+) -> Any:
+    """An endpoint that advertises this; one of this node's own has `probed` tokens in its engine's queue."""
     copy = Copy(name, local, 1, now)
     copy.advert = Advert(report or LoadReport(prefill_tokens_per_s=1000, overhead_s=0.01))._replace(**advert)
-    peer = None if local else Peer(name.partition("/")[0], "address", now, Limits(GossipSettings()))
-    return Standing(copy, peer, bit, now)
+    if local:
+        return LocalStanding(copy, bit, now, lambda: probed)
+    return PeerStanding(copy, Peer(owner_of(name), "address", now, Limits(GossipSettings())), bit, now)
 
 
 # --- one standing ------------------------------------------------------------------------------------------
@@ -73,7 +79,7 @@ def test_of_idle_peers_the_one_where_a_cold_prompt_delays_fewest_comes_first() -
         fleet.add(standing(name, bit=1 << i, arrivals_per_s=rate), 0.0)
     own = standing("a/0", local=True, bit=8)
     fleet.add(own, 0.0)
-    fleet.book(own, 1, 1.0, 1000, False, 0.0, 99.0)
+    fleet.book(own, 1, 1.0, False, 0.0, 99.0)
     fleet.refresh_all(0.0)
     assert [found.name for found in fleet.cheapest(7, 3)] == ["c/0", "d/0", "b/0"]
     assert own.arrivals_per_s(0.0) > 0, "a booking here is an arrival"
@@ -81,19 +87,17 @@ def test_of_idle_peers_the_one_where_a_cold_prompt_delays_fewest_comes_first() -
 
 
 def test_a_local_queue_is_the_worse_of_what_a_probe_saw_and_what_was_booked() -> None:
-    local = standing(local=True)
-    local.probed_tokens = 2000
-    local.refresh(0.0)
+    local = standing(local=True, probed=2000)
     assert local.wait_s(0.0) == 2.0
-    local.ledger.book(1, 1.0, 1000, 0.0, 99.0)
+    local.ledger.book(1, 1.0, 0.0, 99.0)
     assert local.wait_s(0.0) == 2.0
-    local.ledger.book(2, 4.0, 4000, 0.0, 99.0)
+    local.ledger.book(2, 4.0, 0.0, 99.0)
     assert local.wait_s(0.0) == 5.0
 
 
-def sent(remote: Standing, ticket: int, work_s: float, arrives_at: float) -> None:
+def sent(remote: PeerStanding, ticket: int, work_s: float, arrives_at: float) -> None:
     """A forward that has no first token yet."""
-    remote.sent(ticket, Send(arrives_at, work_s))
+    remote.queue.sent(ticket, Send(arrives_at, work_s))
 
 
 def test_what_arrives_after_the_report_is_added_to_it_and_what_came_before_is_in_it() -> None:
@@ -107,7 +111,7 @@ def test_what_arrives_after_the_report_is_added_to_it_and_what_came_before_is_in
     assert remote.wait_s(1.5) == pytest.approx(2.5 - half), "the forward of 1.0 is in the report of 1.5"
     sent(remote, 2, 1.0, 2.0 + half)
     assert remote.wait_s(2.0) == pytest.approx(3.0 - half)
-    remote.unsent(2)
+    remote.queue.unsent(2)
     assert remote.wait_s(2.0) == pytest.approx(2.0 - half)
 
 
@@ -210,6 +214,54 @@ def test_the_terms_add_up_to_the_cost() -> None:
     assert c.cost_s == pytest.approx(c.rtt_s + c.wait_s + c.overhead_s + c.prefill_s)
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_each_field_of_a_candidate_is_what_its_name_says(local: bool) -> None:
+    """By keyword, so that a swapped line of the constructor is seen: no two values are alike."""
+    report = LoadReport(waiting=5, queued_tokens=300, prefill_tokens_per_s=1000, overhead_s=0.03, capacity_tokens=9000)
+    one = standing(
+        local=local,
+        report=report,
+        probed=700,
+        confidence=0.8,
+        hit_unit=40,
+        held_tokens=2000,
+        eviction_age_s=50.0,
+        arrivals_per_s=0.25,
+        state=PushBackState.OVERLOADED,
+        ttl_s=60.0,
+    )
+    one.copy.zone = "eu"
+    one.refresh(0.0)
+    confidence = 0.8 if local else 0.8 * BELIEF * exp(-DEFAULT_RTT_S / 2 / 50.0)
+    rtt_s, wait_s = (0.0, 0.7) if local else (DEFAULT_RTT_S, 0.0)
+    prefill_s = (1024 - confidence * 240) / 1000
+    expected = Candidate(
+        endpoint="b/0",
+        local=local,
+        prompt_tokens=1024,
+        depth=16,
+        matched_tokens=240,
+        confidence=confidence,
+        rtt_s=rtt_s,
+        wait_s=wait_s,
+        overhead_s=0.03,
+        prefill_s=prefill_s,
+        cost_s=rtt_s + wait_s + 0.03 + prefill_s,
+        state=PushBackState.OVERLOADED,
+        age_s=0.0 if local else 2.0,
+        s_per_token=0.001,
+        queued=5,
+        room_tokens=7000,
+        eviction_age_s=50.0,
+        predicted=True,
+        arrivals_per_s=0.0 if local else 0.25,
+        zone="eu",
+        withheld=None,
+    )
+    for name, found, value in zip(Candidate._fields, one.weigh(16, 1024, 16, 2.0, True), expected, strict=True):
+        assert found == (pytest.approx(value) if isinstance(value, float) else value), name
+
+
 # --- the fleet ---------------------------------------------------------------------------------------------
 
 
@@ -219,14 +271,14 @@ def is_usable(one: Standing, now: float) -> bool:
 
 def check(fleet: Fleet, now: float, rng: random.Random) -> None:
     fleet._check()
-    anchor_stride = sum(fleet.by_bit)
+    everybody = sum(fleet.by_bit)
     masks = [
         0,
-        anchor_stride,
+        everybody,
         fleet.usable,
         fleet.local,
-        anchor_stride & ~fleet.local,
-        *(rng.getrandbits(24) & anchor_stride for _ in range(4)),
+        everybody & ~fleet.local,
+        *(rng.getrandbits(24) & everybody for _ in range(4)),
     ]
     for mask in masks:
         ranked = sorted((one for one in fleet.standings.values() if one.bit & mask), key=lambda one: one.rank or ())
@@ -257,7 +309,7 @@ def test_ranking_and_masks_keep_up_with_whatever_happens(seed: int) -> None:
             free.append(one.bit)
         elif action == "book":
             serial += 1
-            one.ledger.book(serial, rng.random(), 10, now, now + 5.0)
+            one.ledger.book(serial, rng.random(), now, now + 5.0)
             fleet.rank(one, now)
         elif action == "all":
             fleet.refresh_all(now)
@@ -329,7 +381,7 @@ def test_of_many_that_are_the_busiest_a_few_by_chance_are_looked_at(n: int) -> N
     holders = sum(1 << i for i in range(0, 600, 2))
     for i, one in enumerate(list(fleet.standings.values())):
         if one.bit & holders:
-            fleet.book(one, i, 1.0 + i / 1000, 100, False, 0.0, 99.0)
+            fleet.book(one, i, 1.0 + i / 1000, False, 0.0, 99.0)
     fleet.by_bit = counted = Counted(fleet.by_bit)
     firsts = set()
     for _ in range(300):
@@ -348,7 +400,7 @@ def test_a_booking_sends_the_next_one_elsewhere() -> None:
     taken = []
     for ticket in range(4):
         (first,) = fleet.cheapest(15, 1)
-        fleet.book(first, ticket, 1.0, 100, False, 0.0, 99.0)
+        fleet.book(first, ticket, 1.0, False, 0.0, 99.0)
         taken.append(first.name)
     assert sorted(taken) == [f"n{i}/0" for i in range(4)]
 

@@ -16,9 +16,9 @@ from prefixroute.events import EngineEvent
 from prefixroute.keys.chain import ANCHOR_STRIDES, TokenChain, wire_key
 from prefixroute.keys.keyset import Keys
 from prefixroute.replication import writer_set
-from prefixroute.routing import index_feed as upkeep
+from prefixroute.routing import index_feed
 from prefixroute.routing.index import MergedIndex
-from prefixroute.routing.index_feed import Upkeep
+from prefixroute.routing.index_feed import IndexFeed
 from prefixroute.sim.replication.schedule import generate, play
 from prefixroute.testing import stored
 
@@ -28,7 +28,7 @@ SLICE = 7
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Everything that is done in slices is done in very small ones."""
-    monkeypatch.setattr(upkeep, "SLICE_KEYS", SLICE)
+    monkeypatch.setattr(index_feed, "SLICE_KEYS", SLICE)
     monkeypatch.setattr(portions.portions, "__defaults__", (3,))
     monkeypatch.setattr(portions.is_small, "__defaults__", (3,))
     monkeypatch.setattr(node, "SEND_BYTES", 1)
@@ -40,12 +40,12 @@ def array(keys: set[int]) -> Keys:
     return np.array(sorted(keys), np.uint64)
 
 
-def finish(work: Upkeep) -> int:
+def finish(feed: IndexFeed) -> int:
     """Do what is left; return how many calls that took."""
     n = 0
-    while work.waiting:
-        work.begin()
-        work.go_on()
+    while feed.waiting:
+        feed.begin()
+        feed.go_on()
         n += 1
     return n
 
@@ -62,11 +62,11 @@ def kept(index: MergedIndex, name: str) -> set[int]:
 def test_each_key_is_old_or_new_and_a_bit_is_clean_when_it_is_given(seed: int) -> None:
     rng = random.Random(seed)
     index = MergedIndex()
-    work = Upkeep(index)
+    feed = IndexFeed(index)
     # By endpoint: the versions that its keys in the index may be of, newest last.
     versions: dict[str, list[set[int]]] = {}
     for _ in range(400):
-        work.begin()
+        feed.begin()
         name = f"e{rng.randrange(5)}"
         chance = rng.random()
         if name not in versions:
@@ -74,65 +74,65 @@ def test_each_key_is_old_or_new_and_a_bit_is_clean_when_it_is_given(seed: int) -
             assert kept(index, name) == set()
             versions[name] = [set()]
         elif chance < 0.1:
-            work.retire(name, versions.pop(name)[-1])
+            feed.retire(name, versions.pop(name)[-1])
             assert not index.bit(name)
         elif chance < 0.5:
             old = versions[name][-1]
             new = set() if chance < 0.15 else {rng.randrange(60) for _ in range(rng.randrange(40))}
-            work.take(name, array(new - old), array(old - new), 1)
+            feed.take(name, array(new - old), array(old - new), 1)
             versions[name].append(new)
         if rng.random() < 0.7:
-            work.go_on()
-        if not work.waiting:
+            feed.go_on()
+        if not feed.waiting:
             versions = {name: states[-1:] for name, states in versions.items()}
             index._check({name: states[0] for name, states in versions.items()})
         for name, states in versions.items():
             has = kept(index, name)
             assert set.intersection(*states) <= has <= set.union(*states)
-        work._check({name: states[-1] for name, states in versions.items()})
-    assert 0 < finish(work) < 1000
+        feed._check({name: states[-1] for name, states in versions.items()})
+    assert 0 < finish(feed) < 1000
     index._check({name: states[-1] for name, states in versions.items()})
 
 
 @pytest.mark.usefixtures("small_slices")
 def test_a_call_does_one_slice_and_small_changes_at_once() -> None:
     index = MergedIndex()
-    work = Upkeep(index)
+    feed = IndexFeed(index)
     for name in ("a", "b"):
         index.join(name)
     none = array(set())
-    work.begin()
-    work.take("a", array({1, 2, 3}), none, 1)
-    assert kept(index, "a") == {1, 2, 3} and not work.waiting
-    work.take("b", array(set(range(3 * SLICE))), none, 1)
+    feed.begin()
+    feed.take("a", array({1, 2, 3}), none, 1)
+    assert kept(index, "a") == {1, 2, 3} and not feed.waiting
+    feed.take("b", array(set(range(3 * SLICE))), none, 1)
     assert kept(index, "b") == set()
-    work.go_on()
+    feed.go_on()
     assert len(kept(index, "b")) == SLICE - 3
-    work.begin()
+    feed.begin()
     # It waits for what came before it, of the same endpoint only.
-    work.take("b", none, array({0}), 1)
-    work.take("a", none, array({1}), 1)
+    feed.take("b", none, array({0}), 1)
+    feed.take("a", none, array({1}), 1)
     assert kept(index, "a") == {2, 3} and 0 in kept(index, "b")
-    assert finish(work) == 3
+    assert finish(feed) == 3
     assert kept(index, "b") == set(range(1, 3 * SLICE))
 
 
 @pytest.mark.usefixtures("small_slices")
 def test_who_leaves_does_not_get_what_waited_and_its_name_is_free() -> None:
     index = MergedIndex()
-    work = Upkeep(index)
+    feed = IndexFeed(index)
     index.join("a")
     bit = index.bit("a")
-    work.begin()
-    work.take("a", array(set(range(100))), array(set()), 16)
-    work.go_on()
-    work.take("a", array(set()), array(set(range(100))), 1)
-    work.retire("a")
+    feed.begin()
+    feed.take("a", array(set(range(100))), array(set()), 16)
+    feed.go_on()
+    feed.take("a", array(set()), array(set(range(100))), 1)
+    feed.retire("a")
     index.join("a")
     assert index.bit("a") != bit
-    work.begin()
-    work.take("a", array({5}), array(set()), 1)
-    finish(work)
+    feed.begin()
+    feed.take("a", array({5}), array(set()), 1)
+    finish(feed)
     index._check({"a": {5}})
     index.join("b")
     assert index.bit("b") == bit
@@ -152,21 +152,21 @@ def test_a_match_is_no_deeper_and_no_shallower_than_the_versions_between(seed: i
     rng = random.Random(seed)
     chain = prompt(150)
     index = MergedIndex()
-    work = Upkeep(index)
+    feed = IndexFeed(index)
     held: dict[str, list[tuple[int, int]]] = {}
     for i in range(4):
         index.join(f"e{i}")
         held[f"e{i}"] = [(0, 1)]
     for _ in range(300):
-        work.begin()
+        feed.begin()
         if rng.random() < 0.3:
             name = rng.choice(sorted(held))
             old = anchors(chain, *held[name][-1])
             held[name].append((rng.choice([0, 1, 2, 31, 32, 33, rng.randrange(150)]), rng.choice(ANCHOR_STRIDES)))
             new = anchors(chain, *held[name][-1])
-            work.take(name, array(new - old), array(old - new), held[name][-1][1])
-        work.go_on()
-        if not work.waiting:
+            feed.take(name, array(new - old), array(old - new), held[name][-1][1])
+        feed.go_on()
+        if not feed.waiting:
             held = {name: states[-1:] for name, states in held.items()}
         strata = index.search(prompt(150), 1000)
         found = {name: stratum.depth for stratum in strata for name in index.names(stratum.mask)}
@@ -252,7 +252,7 @@ class Two:
         return n
 
     def kept(self) -> set[int]:
-        return kept(self.b._index, "a/0")
+        return kept(self.b._table.index, "a/0")
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ def test_the_timer_is_due_until_the_last_slice(half_way: Two) -> None:
     assert left // SLICE <= half_way.finish() <= left // SLICE + 3
     assert len(half_way.kept()) == BLOCKS and half_way.b.next_timer() > half_way.now
     assert half_way.b.route(PROMPT, half_way.now).target == "a/0"
-    half_way.b._index._check({"a/0": set(half_way.b.digests()["a/0"].keys.tolist()), "b/0": set()})
+    half_way.b._table.index._check({"a/0": set(half_way.b.digests()["a/0"].keys.tolist()), "b/0": set()})
 
 
 def test_a_newer_version_comes_before_the_last_slice(half_way: Two) -> None:
@@ -279,7 +279,7 @@ def test_a_newer_version_comes_before_the_last_slice(half_way: Two) -> None:
     assert isinstance(event, BlocksStored)
     half_way.apply(BlocksRemoved(event.handles[BLOCKS // 2 :]))
     half_way.until(lambda: half_way.version() > before and half_way.whole())
-    assert half_way.b._upkeep.waiting
+    assert half_way.b._table.feed.waiting
     half_way.finish()
     assert len(half_way.kept()) == BLOCKS // 2
     half_way.b._check()
@@ -291,7 +291,7 @@ def test_a_new_life_comes_before_the_last_slice(half_way: Two) -> None:
     half_way.a.add_peer("b", "b", half_way.now)
     half_way.apply(*stored(PROMPT[: 40 * 16]).events)
     half_way.until(lambda: half_way.b.digests()["a/0"].incarnation == 2 and half_way.whole())
-    assert half_way.b._upkeep.waiting
+    assert half_way.b._table.feed.waiting
     half_way.finish()
     assert len(half_way.kept()) == 40
     half_way.b._check()
@@ -312,9 +312,9 @@ def test_the_owner_is_forgotten_before_the_last_slice(half_way: Two) -> None:
 def test_the_owner_leaves_before_the_last_slice(half_way: Two) -> None:
     half_way.a.leave(half_way.now)
     half_way.until(lambda: "a/0" not in half_way.b.digests())
-    assert half_way.b._upkeep.waiting
+    assert half_way.b._table.feed.waiting
     half_way.finish()
-    assert len(half_way.b._index) == 0
+    assert len(half_way.b._table.index) == 0
     half_way.b._check()
 
 

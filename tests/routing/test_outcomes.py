@@ -313,8 +313,8 @@ def test_a_gateway_whose_peers_are_all_suspended_tries_them_all_the_same() -> No
     everybody = ["n0/0", "n1/0", "n2/0"]
     assert sorted(tried) == sorted([decision.target, *decision.fallbacks])
     for name in everybody:
-        gateway._fleet.standings[name].suspension.failed(now, now)
-    gateway._fleet.refresh_all(now)
+        gateway._table.fleet.standings[name].suspension.failed(now, now)
+    gateway._table.fleet.refresh_all(now)
     assert not any(row.usable for row in gateway.stats(now).endpoints)
     again = gateway.route(prompt(1, 4), now)
     walked = [again.target]
@@ -448,16 +448,16 @@ def test_observed_misses_lower_the_trust_in_a_digest_and_hits_restore_it() -> No
     assert trusts == sorted(trusts, reverse=True)
     assert node.counters["predicted_tokens"] == 1024 * (len(trusts) - 1)
     assert node.counters["cached_tokens"] == 0
-    standing = node._fleet.standings["n1/0"]
+    standing = node._table.fleet.standings["n1/0"]
     low = standing.trust
-    flight = node._router.flights[decision.id]
+    flight = node._flights.open[decision.id]
     for _ in range(60):
-        node._router._compare_hit(_redirected(flight, "n1/0"), standing, 1024, net.now)
+        node._flights._compare_hit(_redirected(flight, "n1/0"), standing, 1024, net.now)
     assert low < 0.2 < 0.99 < standing.trust <= 1.0
 
 
 def _redirected(flight: Any, endpoint: str) -> Any:
-    flight.target = endpoint
+    flight.weighed = flight.decision.candidate(endpoint)
     return flight
 
 
@@ -467,7 +467,7 @@ def test_a_part_of_a_predicted_hit_is_a_part_of_a_hit() -> None:
         decision = node.route(tokens, net.now)
         cached = {"n1/0": 512, "n2/0": 900, "n3/0": 9999, "n0/0": 0}[decision.target]
         node.report(decision, Outcome.served(cached_tokens=cached), net.now)
-    standings = node._fleet.standings
+    standings = node._table.fleet.standings
     assert 0.5 < standings["n1/0"].trust < 0.97
     assert standings["n2/0"].trust == pytest.approx(1.0)
 
@@ -476,7 +476,7 @@ def test_a_reply_without_a_count_says_nothing() -> None:
     net, node, tokens = three_holders()
     for _ in range(10):
         node.report(node.route(tokens, net.now), Outcome.served(), net.now)
-    assert node._fleet.standings["n1/0"].trust == 1.0
+    assert node._table.fleet.standings["n1/0"].trust == 1.0
     assert "predicted_tokens" not in node.counters
 
 
@@ -535,7 +535,7 @@ def test_whatever_happens_nothing_is_left_and_nothing_raises(seed: int) -> None:
             net.run(rng.choice((0.01, 0.1, 1.0, 5.0)))
         for each in deciders:
             each._check()
-            flights, standings = each._router.flights, each._fleet.standings
+            flights, standings = each._flights.open, each._table.fleet.standings
             booked = {ticket for standing in standings.values() for ticket in standing.ledger.open}
             assert booked <= set(flights), (seed, step)
     net.down.clear()
@@ -544,7 +544,7 @@ def test_whatever_happens_nothing_is_left_and_nothing_raises(seed: int) -> None:
             pass
     for each in deciders:
         assert each.stats(net.now).in_flight == 0
-        assert not any(len(standing.ledger) for standing in each._fleet.standings.values())
+        assert not any(len(standing.ledger) for standing in each._table.fleet.standings.values())
     net.run(12.0)
     check(net)
     for name in ("n1", "n2", "n3"):

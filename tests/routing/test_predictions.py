@@ -12,7 +12,7 @@ from prefixroute.keys.chain import ChainSpec, TokenChain
 from prefixroute.keys.keyset import NO_KEYS
 from prefixroute.replication.copies import Copy
 from prefixroute.routing.predictions import AGAIN, COMPARED, KEPT_TOKENS, LIFETIME_S, Predictions
-from prefixroute.routing.standing import Standing
+from prefixroute.routing.standing import LocalStanding, PeerStanding, Standing
 
 SPEC = ChainSpec(4, 7)
 
@@ -27,7 +27,8 @@ def chain(*runs: tuple[int, int], root: int = 5) -> TokenChain:
 
 
 def standing(name: str = "b/0", local: bool = False) -> Standing:
-    return Standing(Copy(name, local, 1, 0.0), None, 1, 0.0)
+    copy = Copy(name, local, 1, 0.0)
+    return LocalStanding(copy, 1, 0.0, lambda: 0) if local else PeerStanding(copy, None, 1, 0.0)
 
 
 @pytest.mark.parametrize("shared", [0, 1, 5, 31, 32, 33, 64, 90, 128])
@@ -165,7 +166,7 @@ def test_a_miss_of_what_was_only_expected_is_not_held_against_the_digest() -> No
     second = node.route(tokens, net.now)
     assert (second.target, second.matched_tokens) == ("n1/0", 640)
     node.report(second, Outcome.served(cached_tokens=0), net.now)
-    assert node._fleet.standings["n1/0"].trust == 1.0
+    assert node._table.fleet.standings["n1/0"].trust == 1.0
     third = next(c for c in node.route(tokens, net.now).candidates if c.endpoint == "n1/0")
     assert third.depth == 20
 

@@ -179,15 +179,15 @@ def timings_of(
     found: dict[str, list[Timing]] = defaultdict(list)
     for decision, outcome, *more in served:
         endpoint = more[0] if more else decision.target
-        known = [c for c in decision.candidates if c.endpoint == endpoint]
+        weighed = decision.candidate(endpoint)
         if (
             outcome.kind is not OutcomeKind.SERVED
             or outcome.ttft_s is None
             or outcome.cached_tokens is None
-            or not known
+            or weighed is None
         ):
             continue
-        seconds = outcome.ttft_s - known[0].rtt_s - known[0].wait_s
+        seconds = outcome.ttft_s - weighed.rtt_s - weighed.wait_s
         if seconds > 0:
             found[endpoint].append(Timing(decision.prompt_tokens, outcome.cached_tokens, seconds))
     return dict(found)

@@ -168,7 +168,8 @@ class Tenanted(Gossiping):
             return
         decision = attempt.decision or attempt.job.decision
         assert decision is not None
-        weighed = next(c for c in decision.candidates if c.endpoint == self.endpoints[attempt.target])
+        weighed = decision.candidate(self.endpoints[attempt.target])
+        assert weighed is not None
         uncached = weighed.prompt_tokens - weighed.matched_tokens
         tenant = self.names_of_tenants[attempt.job.arrival.topic]
         entry = self.queues[attempt.target].enter(attempt, tenant, uncached, now)

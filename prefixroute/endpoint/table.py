@@ -1,0 +1,260 @@
+"""One table of endpoints: what joins, changes or leaves does so at the index, the fleet and the owner's side alike.
+
+| what happens | the index | the fleet | the owner's side |
+|---|---|---|---|
+| an endpoint of this node's own is added | gives it a bit | takes in its `LocalStanding` | a `LocalEndpoint` |
+| gossip meets one of another node | gives it a bit | takes in its `PeerStanding` | |
+| keys of its replica change | takes them in slices | | |
+| its load, liveness or owner changes | | is refreshed | |
+| its engine tells of blocks | takes them at once | | changes what it publishes |
+| it leaves, or is forgotten | clears its keys in slices, then frees its bit | drops it | drops it |
+
+Rules:
+1. The row of an endpoint is its standing: name, copy, owner and bit. The fleet has all rows, by name and by bit. An
+   endpoint of this node's own has its `LocalEndpoint` besides, which has that row.
+2. Large changes are taken in slices: keys of replicas wait in `feed`, blocks of a local engine in the `backlog` of its
+   `LocalEndpoint`. A call that may do a slice of the former begins with `begin`.
+3. Copies and peers are gossip's; here they are only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from ..errors import UsageError
+from ..events import EngineBatch, Journal, NodeEvent, ResidencyChanged
+from ..keys.chain import TokenChain, wire_key
+from ..keys.domain import Domain
+from ..keys.keyset import Delta, Keys
+from ..keys.names import owner_of
+from ..load import LoadReport, PushBackSettings
+from ..replication.copies import Copy, Peer
+from ..routing.fleet import Fleet
+from ..routing.index import MergedIndex
+from ..routing.index_feed import IndexFeed
+from ..routing.standing import PeerStanding, Standing
+from .local import LocalEndpoint
+
+
+class OwnSettings(NamedTuple):
+    """How this node's own endpoints push back and publish.
+
+    `ttl_s` is how long peers honour push-back that is not renewed, in seconds; `digest_bytes` what a snapshot may take.
+    """
+
+    push_back: PushBackSettings
+    ttl_s: float
+    digest_bytes: int
+
+
+class EndpointTable:
+    """Every endpoint that a node knows, its own and others'. What it has to tell goes to the `journal`."""
+
+    def __init__(
+        self,
+        domain: Domain,
+        fleet: Fleet,
+        own: OwnSettings,
+        now: float,
+        journal: Journal,
+    ) -> None:
+        self.index = MergedIndex()
+        self.feed = IndexFeed(self.index)
+        self.fleet = fleet
+        self.locals: dict[str, LocalEndpoint] = {}
+        """This node's own endpoints, by name."""
+        self.now = now
+        """When the last call began that may leave something to do."""
+        self._copies: Mapping[str, Copy] = {}
+        self._peers: Mapping[str, Peer] = {}
+        self._news: Callable[[float], None] = _nobody
+        self._domain = domain
+        self._own = own
+        self._journal = journal
+
+    def attach(self, copies: Mapping[str, Copy], peers: Mapping[str, Peer], news: Callable[[float], None]) -> None:
+        """Take gossip's copies and peers, and what is called when peers should soon hear of a change here.
+
+        Gossip is made after its table, since it tells it of changes (`replica_changed`).
+        """
+        self._copies, self._peers, self._news = copies, peers, news
+
+    def begin(self, now: float) -> None:
+        """Begin a call that may do a slice of what waits for the index."""
+        self.now = now
+        self.feed.begin()
+
+    @property
+    def behind(self) -> bool:
+        """Whether anything is left to do in slices. O(local endpoints)."""
+        return self.feed.waiting or any(local.backlog for local in self.locals.values())
+
+    # --- this node's own endpoints -------------------------------------------------------------------------
+
+    def local(self, endpoint: str) -> LocalEndpoint:
+        """Return an endpoint of this node's own. Raises `UsageError` for another."""
+        try:
+            return self.locals[endpoint]
+        except KeyError:
+            raise UsageError(f"{endpoint!r} is no endpoint of this node: it has {sorted(self.locals)}") from None
+
+    def add(self, copy: Copy, credited: Sequence[str], now: float) -> None:
+        """Take in an endpoint of this node's own; `credited` are the tiers whose blocks count."""
+        self.index.join(copy.endpoint)
+        bit, own = self.index.bit(copy.endpoint), self._own
+        held = partial(self.index.held, bit)
+        local = LocalEndpoint(copy, bit, now, self._domain, own.push_back, credited, own.digest_bytes, held)
+        self.locals[copy.endpoint] = local
+        self.fleet.add(local.standing, now)
+
+    def remove(self, endpoint: str) -> None:
+        """Drop an endpoint of this node's own; its keys leave the index in slices."""
+        local = self.locals.pop(endpoint)
+        self.fleet.drop(endpoint)
+        self.feed.retire(endpoint, map(wire_key, local.residency.published()))
+        self.feed.go_on()
+
+    def apply(self, endpoint: str, batch: EngineBatch, now: float) -> None:
+        """Apply what an engine did; of a large batch the first portion. A batch of another rank is refused."""
+        local = self.local(endpoint)
+        if local.admits(batch):
+            self._apply(local, batch, now)
+            return
+        # Two caches in one mirror would be a lie about both: say so, the first time.
+        self._journal.count("batches_of_another_rank")
+        if self._journal.counts["batches_of_another_rank", None] == 1:
+            of, to = f"events of rank {batch.rank}", f"the endpoint of rank {local.rank}"
+            self._journal.tell(ResidencyChanged(endpoint, "mixed", f"{of} came to {to}: add an endpoint for each rank"))
+
+    def apply_waiting(self, now: float) -> None:
+        """Apply the next portion of what waits at the first local endpoint that is behind."""
+        behind = next((local for local in self.locals.values() if local.backlog), None)
+        if behind is not None:
+            self._apply(behind, None, now)
+
+    def probed(self, endpoint: str, report: LoadReport, now: float) -> None:
+        """Take a probe's report of an endpoint's engine."""
+        local = self.local(endpoint)
+        self._took(local, *local.probed(report, now), news_at=now)
+        self.advertise(local, now)
+        self.fleet.refresh(local.standing, now)
+
+    def go_by_history(self, endpoint: str, reason: str, now: float) -> None:
+        """Let what is routed stand in for an engine's events."""
+        local = self.local(endpoint)
+        self._took(local, *local.go_by_history(reason, now), news_at=now)
+
+    def served(self, local: LocalEndpoint, chain: TokenChain, cached_tokens: int | None, now: float) -> None:
+        """Learn from a prompt that a local engine served."""
+        self._took(local, *local.served(chain, cached_tokens, now))
+
+    def begun(self, ticket: int, chain: TokenChain, standing: Standing, depth: int, now: float) -> None:
+        """Announce what a prompt will leave: peers that get such a prompt before the engine tells are to know."""
+        if self.locals[standing.name].promise(ticket, chain, depth):
+            self._news(now)
+
+    def ended(self, ticket: int, standing: Standing) -> None:
+        """Note that an attempt at an endpoint is over: what it announced is in the engine's events, or never will."""
+        local = self.locals.get(standing.name)
+        if local is not None:
+            local.publisher.over(ticket)
+
+    def advertise(self, local: LocalEndpoint, now: float) -> None:
+        """Bring an endpoint's advert up to date."""
+        self._tell(local.advertise(self._own.ttl_s, now))
+
+    def advertise_all(self, now: float) -> None:
+        """Bring all adverts up to date, and gather what is to be published. O(local endpoints)."""
+        for local in self.locals.values():
+            self.advertise(local, now)
+            local.publisher.gather(now)
+
+    # --- other nodes' endpoints ----------------------------------------------------------------------------
+
+    def replica_changed(self, endpoint: str, added: Keys, removed: Keys) -> None:
+        """Take the keys that a replica gained and lost. They are in the index by and by (`feed`)."""
+        copy = self._copies.get(endpoint)
+        if endpoint not in self.fleet.standings:
+            assert copy is not None
+            self._join(copy, self.now)
+        self.feed.take(endpoint, added, removed, copy.keys.anchor_stride if copy is not None else 1)
+
+    def follow(self, touched: Iterable[str], lost: bool, now: float) -> None:
+        """Follow what gossip learnt: endpoints that came or spoke are `touched`; `lost` says whether any went."""
+        copies, fleet = self._copies, self.fleet
+        if lost:
+            for endpoint in [s.name for s in fleet.standings.values() if copies.get(s.name) is not s.copy]:
+                fleet.drop(endpoint)
+                self.feed.retire(endpoint)
+        for endpoint in sorted(touched):
+            copy, standing = copies.get(endpoint), fleet.standings.get(endpoint)
+            if copy is None:
+                continue
+            if standing is None:
+                self._join(copy, now)
+                continue
+            if isinstance(standing, PeerStanding):
+                standing.peer = self._peers.get(owner_of(endpoint))
+            fleet.refresh(standing, now)
+        self.feed.go_on()
+
+    def _join(self, copy: Copy, now: float) -> None:
+        self.index.join(copy.endpoint)
+        bit, peer = self.index.bit(copy.endpoint), self._peers.get(owner_of(copy.endpoint))
+        self.fleet.add(PeerStanding(copy, peer, bit, now), now)
+
+    # --- parts ---------------------------------------------------------------------------------------------
+
+    def _apply(self, local: LocalEndpoint, batch: EngineBatch | None, now: float) -> None:
+        """Apply the next portion of what an engine did, of this batch or of one that still waits."""
+        portion = local.portion(batch)
+        if portion is None:
+            return
+        self._took(local, *local.apply(portion, now))
+        self.now = now
+        self._news(now)
+        if local.residency.hit_unit not in (0, local.copy.advert.hit_unit):
+            # The first event tells the engine's block; until then a match is rounded down to the canonical one.
+            self.advertise(local, now)
+            self.fleet.refresh(local.standing, now)
+
+    def _took(
+        self, local: LocalEndpoint, changes: Delta, told: list[NodeEvent], *, news_at: float | None = None
+    ) -> None:
+        """Bring what changed at a local endpoint into the index, and tell what there is to tell."""
+        if changes.added or changes.removed:
+            self.index.mark(local.standing.bit, changes.added, changes.removed)
+            if news_at is not None:
+                self._news(news_at)
+        self._tell(told)
+
+    def _tell(self, events: list[NodeEvent]) -> None:
+        for event in events:
+            self._journal.tell(event)
+
+    def _check(self) -> None:
+        """Assert that index, fleet, copies and residencies agree. O(blocks)."""
+        assert set(self.fleet.standings) == set(self._copies)
+        self.fleet._check()
+        expected: dict[str, set[int]] = {}
+        for endpoint, copy in self._copies.items():
+            copy.keys._check()
+            standing = self.fleet.standings[endpoint]
+            assert standing.copy is copy and standing.bit == self.index.bit(endpoint)
+            assert standing.local is copy.mine is (endpoint in self.locals)
+            standing.ledger._check()
+            if copy.mine:
+                local = self.locals[endpoint]
+                assert local.standing is standing
+                local.residency._check()
+                local.publisher._check()
+                expected[endpoint] = {wire_key(key) for key in local.residency.published()}
+            else:
+                expected[endpoint] = set(copy.keys.tolist())
+        self.feed._check(expected)
+
+
+def _nobody(now: float) -> None:
+    """Nobody is to hear of a change before gossip is there."""

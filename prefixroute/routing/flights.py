@@ -1,0 +1,308 @@
+"""Following decisions up: each attempt is booked at its target, judged by its outcome, and passed on where it failed.
+
+| outcome | booking | learnt of the target | the request |
+|---|---|---|---|
+| served | ends | that it is there, its hit, its lateness, its load | is done |
+| declined | ends | that it is there, its hit, its load; what it could have served in time | is decided anew, once |
+| refused | ends | that it refuses for a while | goes to the next fallback |
+| failed, timed out | ends | that forwards to it fail: it is suspended | goes to the next fallback |
+| cancelled | ends | nothing | is done |
+| none in time | ends | nothing | is given up |
+
+Rules:
+1. The expected work is booked at the target with the decision, and released by the first token, the outcome or time.
+2. A failed attempt goes to the next fallback; local execution is the last one.
+3. A target that finds itself slower than the decision's budget hands the prompt back, once; it is decided anew.
+4. Late, repeated and missing reports are harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from ..errors import UsageError
+from ..events import Journal, PeerChanged
+from ..keys.chain import TokenChain
+from ..keys.names import owner_of
+from ..policy.interface import Candidate
+from .decision import Decision, Outcome, OutcomeKind
+from .router import Router
+from .standing import PeerStanding, Standing
+from .trust import MAX_DECLINES
+
+_FAILURES = (OutcomeKind.FAILED, OutcomeKind.TIMED_OUT)
+_OUTCOMES = {kind: kind.value.replace(" ", "_") for kind in OutcomeKind}
+
+
+class FlightBounds(NamedTuple):
+    """How long an outcome is waited for, how long a refusal counts, both in seconds, and how many attempts are kept."""
+
+    timeout_s: float
+    refusal_s: float
+    most: int
+
+
+@dataclass(slots=True)
+class Flight:
+    """An attempt under way: who has the request, what it was weighed at, and who is left to try.
+
+    `queued` says whether it had to queue behind others of this node's. A prompt that was `handed_back` once stays where
+    it goes next; an endpoint that declines it all the same is passed over.
+    """
+
+    decision: Decision
+    chain: TokenChain
+    weighed: Candidate
+    left: list[str]
+    sent_at: float
+    queued: bool = False
+    handed_back: bool = False
+
+    @property
+    def target(self) -> str:
+        """The endpoint that has the request."""
+        return self.weighed.endpoint
+
+
+class Hooks(NamedTuple):
+    """What the owner of the local endpoints is told.
+
+    `served(flight, standing, outcome, now)`: a request was served, here or elsewhere. `begun(ticket, chain, standing,
+    depth, now)`: a local endpoint is to serve a prompt of which it holds `depth` blocks. `ended(ticket, standing)`:
+    that attempt is over.
+    """
+
+    served: Callable[[Flight, Standing, Outcome, float], None]
+    begun: Callable[[int, TokenChain, Standing, int, float], None]
+    ended: Callable[[int, Standing], None]
+
+
+class Flights:
+    """The attempts under way of one node. Calls are O(1) but for a new decision, `expire` and a failure."""
+
+    def __init__(
+        self,
+        router: Router,
+        bounds: FlightBounds,
+        hooks: Hooks,
+        journal: Journal,
+    ) -> None:
+        self.open: dict[int, Flight] = {}
+        """By decision, the oldest first. To be read only."""
+        self._router = router
+        self._fleet = router.fleet
+        self._predictions = router.predictions
+        self._bounds = bounds
+        self._hooks = hooks
+        self._journal = journal
+        self._tickets = 0
+
+    def route(self, chain: TokenChain, forwarded: bool, now: float, budget_s: float = inf) -> Decision:
+        """Decide who serves `chain`, and book the work there. Raises `UsageError` when no endpoint is known."""
+        self._tickets += 1
+        decision, best = self._router.decide(self._tickets, chain, forwarded, now)
+        if forwarded and best.cost_s > budget_s:
+            self._journal.count("decisions", "declined")
+            reason = f"declined: longer here than the budget of {1000 * budget_s:.0f} ms"
+            return decision._replace(declined=True, reason=reason)
+        flight = Flight(decision, chain, best, list(decision.fallbacks), now)
+        self.open[decision.id] = flight
+        if len(self.open) > self._bounds.most:
+            self._give_up(next(iter(self.open)), now)
+        self._book(flight, self._fleet.standings[best.endpoint], now)
+        self._journal.count("decisions", "local" if best.local else "forward")
+        return decision
+
+    def first_token(self, ticket: int, now: float) -> None:
+        """Release a request's booked work: its prefill is done."""
+        flight = self.open.get(ticket)
+        if flight is not None:
+            self._release(flight, now)
+
+    def report(self, ticket: int, outcome: Outcome, now: float, endpoint: str | None = None) -> str | None:
+        """Take an attempt's outcome; return the endpoint to try next, or None."""
+        flight = self.open.get(ticket)
+        if flight is None or (endpoint is not None and endpoint != flight.target):
+            self._journal.count("outcomes", "late")
+            return None
+        self._journal.count("outcomes", _OUTCOMES[outcome.kind])
+        standing = self._fleet.standings.get(flight.target)
+        if standing is not None:
+            self._fleet.release(standing, ticket, now)
+            if standing.local:
+                self._hooks.ended(ticket, standing)
+            self._judge(flight, standing, outcome, now)
+            self._fleet.refresh(standing, now)
+        if outcome.kind is not OutcomeKind.SERVED:
+            self._predictions.drop(ticket)
+        if outcome.kind in (OutcomeKind.SERVED, OutcomeKind.CANCELLED):
+            del self.open[ticket]
+            return None
+        if outcome.kind is OutcomeKind.DECLINED and not flight.handed_back:
+            return self._anew(flight, now)
+        return self._next(flight, now)
+
+    def expire(self, now: float) -> None:
+        """Give up attempts whose outcome never came. O(attempts)."""
+        limit = now - self._bounds.timeout_s
+        for ticket in [ticket for ticket, flight in self.open.items() if flight.sent_at < limit]:
+            self._give_up(ticket, now)
+
+    # --- where an attempt goes -----------------------------------------------------------------------------
+
+    def _book(self, flight: Flight, standing: Standing, now: float) -> None:
+        """Book the expected work at a target, and let everybody know who has to."""
+        ticket, weighed = flight.decision.id, flight.weighed
+        flight.queued = len(standing.ledger) > 0
+        work_s, until = weighed.overhead_s + weighed.prefill_s, now + self._bounds.timeout_s
+        gate = self._router.gate
+        if gate is not None and not standing.local:
+            gate.forwarded(standing.zone)
+        self._fleet.book(standing, ticket, work_s, weighed.matched_tokens > 0, now, until)
+        self._predictions.sent(ticket, flight.chain, standing, now)
+        if standing.local:
+            # What is only expected here may not come: it is promised along with the rest.
+            self._hooks.begun(ticket, flight.chain, standing, 0 if weighed.predicted else weighed.depth, now)
+        if standing.suspension.failures:
+            # This is the one trial: the endpoint is out again until it ends.
+            standing.suspension.sent(now)
+            self._fleet.refresh_sharing(standing, now)
+
+    def _release(self, flight: Flight, now: float) -> None:
+        standing = self._fleet.standings.get(flight.target)
+        if standing is not None and self._fleet.release(standing, flight.decision.id, now):
+            self._fleet.rank(standing, now)
+
+    def _anew(self, flight: Flight, now: float) -> str | None:
+        """Decide again for a prompt that its target handed back. The endpoint that gets it now keeps it."""
+        flight.handed_back = True
+        try:
+            flight.decision, best = self._router.decide(flight.decision.id, flight.chain, False, now, flight.target)
+        except UsageError:
+            # Nobody is left to decide between: those there were have gone, or to where nothing may follow.
+            return self._next(flight, now)
+        flight.weighed, flight.left, flight.sent_at = best, list(flight.decision.fallbacks), now
+        self._book(flight, self._fleet.standings[best.endpoint], now)
+        return best.endpoint
+
+    def _next(self, flight: Flight, now: float) -> str | None:
+        """Send the request on to the next fallback that is usable; else to a local one; else to the first one left."""
+        left = [self._fleet.standings[name] for name in flight.left if name in self._fleet.standings]
+        if self._router.gate is not None:
+            # One may have begun anew in another zone meanwhile.
+            left = [standing for standing in left if standing.needs_s < inf]
+        if not left:
+            del self.open[flight.decision.id]
+            self._journal.count("exhausted")
+            return None
+        usable = (standing for standing in left if standing.bit & self._fleet.usable)
+        locals_ = (standing for standing in left if standing.local)
+        standing = next(usable, None) or next(locals_, left[0])
+        at = left.index(standing)
+        # A local one comes before those that save too little; passed by while it refuses, it is the last one again.
+        passed = [] if standing.local else [other for other in left[:at] if other.local]
+        flight.left = [other.name for other in (*left[at + 1 :], *passed)]
+        weighed = flight.decision.candidate(standing.name)
+        assert weighed is not None, "a fallback is one of the candidates"
+        flight.weighed, flight.sent_at = weighed, now
+        self._book(flight, standing, now)
+        self._journal.count("fallbacks")
+        return standing.name
+
+    def _give_up(self, ticket: int, now: float) -> None:
+        """Forget an attempt whose outcome never came."""
+        flight = self.open.pop(ticket)
+        self._release(flight, now)
+        standing = self._fleet.standings.get(flight.target)
+        if standing is not None and standing.local:
+            self._hooks.ended(ticket, standing)
+        self._journal.count("outcomes", "missing")
+
+    # --- what an outcome says of its target ----------------------------------------------------------------
+
+    def _judge(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
+        """Learn from an outcome."""
+        kind = outcome.kind
+        # 1. Whether the target is there, by an answer or by a failure.
+        if kind is OutcomeKind.SERVED or kind is OutcomeKind.DECLINED:
+            self._judge_presence(standing, kind)
+        elif kind in _FAILURES:
+            self._judge_failure(flight, standing, outcome.reason or kind.value, now)
+        # 2. Whether it held what was predicted, and answered in time.
+        if kind is OutcomeKind.DECLINED:
+            self._compare_hit(flight, standing, outcome.cached_tokens, now)
+        elif kind is OutcomeKind.SERVED:
+            self._judge_answer(flight, standing, outcome, now)
+        # 3. How busy it was when the reply was sent.
+        load = None
+        if isinstance(standing, PeerStanding):
+            load = outcome.load
+            if load is not None:
+                standing.reply = (load, now - standing.rtt_s / 2)
+            # 4. Whether it declines what, by its own word of that moment, it would have served in time.
+            if kind is OutcomeKind.DECLINED:
+                self._judge_decline(flight, standing, outcome.cached_tokens, now)
+        # 5. Whether it takes anything at all.
+        if kind is OutcomeKind.REFUSED or (load is not None and load.refusing):
+            standing.refused_until = now + self._bounds.refusal_s
+            standing.refusal = outcome.reason or (load.reason if load is not None else "")
+
+    def _judge_presence(self, standing: Standing, kind: OutcomeKind) -> None:
+        """End a suspension: the target answers. To hand back what it could serve is no answer."""
+        if isinstance(standing, PeerStanding):
+            if kind is OutcomeKind.SERVED:
+                standing.lateness.declines = 0
+            elif standing.lateness.declines:
+                return
+        if self._fleet.served(standing):
+            self._journal.tell(PeerChanged(owner_of(standing.name), "resumed", standing.name))
+
+    def _judge_failure(self, flight: Flight, standing: Standing, reason: str, now: float) -> None:
+        """Suspend a peer's endpoint, if the failure is news; this node's own endpoints never are suspended."""
+        if not standing.local and standing.suspension.failed(flight.sent_at, now):
+            self._fleet.refresh_sharing(standing, now)
+            self._journal.tell(PeerChanged(owner_of(standing.name), "suspended", reason))
+
+    def _judge_answer(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
+        """Compare an answer with what was expected of it, where it tells its cached tokens."""
+        cached, weighed = outcome.cached_tokens, flight.weighed
+        self._predictions.served(flight.decision.id)
+        self._compare_hit(flight, standing, cached, now)
+        if cached is not None:
+            self._journal.count("predicted_tokens", n=weighed.matched_tokens)
+            self._journal.count("cached_tokens", n=cached)
+            unit = standing.hit_unit or self._router.block_tokens
+            standing.accuracy = standing.accuracy.and_one(weighed.matched_tokens, cached, unit)
+            if outcome.ttft_s is not None and isinstance(standing, PeerStanding):
+                work_s = (weighed.prompt_tokens - cached) * weighed.s_per_token
+                told_s = weighed.rtt_s + weighed.wait_s - standing.excess_s(flight.sent_at) + weighed.overhead_s
+                standing.surprised(outcome.ttft_s, told_s + work_s, now)
+        self._hooks.served(flight, standing, outcome, now)
+
+    def _compare_hit(self, flight: Flight, standing: Standing, cached_tokens: int | None, now: float) -> None:
+        """Hold what was predicted against the engine's own count; misses lower the trust in this endpoint's digest."""
+        weighed, predicted = flight.weighed, flight.weighed.matched_tokens
+        if cached_tokens is None:
+            return
+        if weighed.predicted:
+            if cached_tokens < predicted:
+                # The digest has told nothing wrong: it was the prompt before this one that left less than expected.
+                self._predictions.refute(flight.chain, standing)
+        elif predicted:
+            standing.compared(min(1.0, cached_tokens / predicted), now)
+
+    def _judge_decline(self, flight: Flight, standing: PeerStanding, held_tokens: int | None, now: float) -> None:
+        """Charge an endpoint that declines although, by what it tells of itself, it would have been in time."""
+        weighed, budget_s = flight.weighed, flight.decision.budget_s
+        standing.refresh(now)
+        held = weighed.matched_tokens if held_tokens is None else held_tokens
+        told_s = standing.told_s(weighed.prompt_tokens - held)
+        if not told_s < budget_s < inf:
+            return
+        standing.surprised(budget_s, told_s, now)
+        standing.lateness.declines += 1
+        if standing.lateness.declines > MAX_DECLINES:
+            self._judge_failure(flight, standing, "it declines what it would serve in time by its own word", now)
