@@ -26,7 +26,7 @@ from enum import Enum
 _SNAPSHOT, _DELTA = True, False
 
 
-class Incarnation(Enum):
+class Order(Enum):
     """How the arriving incarnation compares with the copy's."""
 
     NOTHING = "nothing"
@@ -55,21 +55,21 @@ class Verdict(Enum):
     WANT_SNAPSHOT = "want snapshot"
 
 
-TABLE: dict[tuple[Incarnation, Reach | None, bool], Verdict] = {
-    (Incarnation.NOTHING, None, _SNAPSHOT): Verdict.REPLACE,
-    (Incarnation.NOTHING, None, _DELTA): Verdict.WANT_SNAPSHOT,
-    (Incarnation.OLDER, None, _SNAPSHOT): Verdict.DROP,
-    (Incarnation.OLDER, None, _DELTA): Verdict.DROP,
-    (Incarnation.NEWER, None, _SNAPSHOT): Verdict.REPLACE,
-    (Incarnation.NEWER, None, _DELTA): Verdict.WANT_SNAPSHOT,
-    (Incarnation.SAME, Reach.PAST, _SNAPSHOT): Verdict.DUPLICATE,
-    (Incarnation.SAME, Reach.PAST, _DELTA): Verdict.DUPLICATE,
-    (Incarnation.SAME, Reach.NEXT, _SNAPSHOT): Verdict.REPLACE,
-    (Incarnation.SAME, Reach.NEXT, _DELTA): Verdict.APPLY,
-    (Incarnation.SAME, Reach.OVERLAP, _SNAPSHOT): Verdict.REPLACE,
-    (Incarnation.SAME, Reach.OVERLAP, _DELTA): Verdict.WANT_DELTA,
-    (Incarnation.SAME, Reach.AHEAD, _SNAPSHOT): Verdict.REPLACE,
-    (Incarnation.SAME, Reach.AHEAD, _DELTA): Verdict.WANT_DELTA,
+TABLE: dict[tuple[Order, Reach | None, bool], Verdict] = {
+    (Order.NOTHING, None, _SNAPSHOT): Verdict.REPLACE,
+    (Order.NOTHING, None, _DELTA): Verdict.WANT_SNAPSHOT,
+    (Order.OLDER, None, _SNAPSHOT): Verdict.DROP,
+    (Order.OLDER, None, _DELTA): Verdict.DROP,
+    (Order.NEWER, None, _SNAPSHOT): Verdict.REPLACE,
+    (Order.NEWER, None, _DELTA): Verdict.WANT_SNAPSHOT,
+    (Order.SAME, Reach.PAST, _SNAPSHOT): Verdict.DUPLICATE,
+    (Order.SAME, Reach.PAST, _DELTA): Verdict.DUPLICATE,
+    (Order.SAME, Reach.NEXT, _SNAPSHOT): Verdict.REPLACE,
+    (Order.SAME, Reach.NEXT, _DELTA): Verdict.APPLY,
+    (Order.SAME, Reach.OVERLAP, _SNAPSHOT): Verdict.REPLACE,
+    (Order.SAME, Reach.OVERLAP, _DELTA): Verdict.WANT_DELTA,
+    (Order.SAME, Reach.AHEAD, _SNAPSHOT): Verdict.REPLACE,
+    (Order.SAME, Reach.AHEAD, _DELTA): Verdict.WANT_DELTA,
 }
 
 
@@ -78,13 +78,13 @@ def judge(held: tuple[int, int], incarnation: int, since: int, version: int) -> 
     held_incarnation, held_version = held
     snapshot = since == 0
     if held_incarnation == 0:
-        return TABLE[Incarnation.NOTHING, None, snapshot]
+        return TABLE[Order.NOTHING, None, snapshot]
     if incarnation != held_incarnation:
-        return TABLE[Incarnation.OLDER if incarnation < held_incarnation else Incarnation.NEWER, None, snapshot]
+        return TABLE[Order.OLDER if incarnation < held_incarnation else Order.NEWER, None, snapshot]
     if version <= held_version:
         reach = Reach.PAST
     elif since == held_version:
         reach = Reach.NEXT
     else:
         reach = Reach.OVERLAP if since < held_version else Reach.AHEAD
-    return TABLE[Incarnation.SAME, reach, snapshot]
+    return TABLE[Order.SAME, reach, snapshot]

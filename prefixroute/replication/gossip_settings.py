@@ -18,12 +18,12 @@ class GossipSettings:
     | `idle_interval_s` | a quiet fleet slows down to one exchange in so long; 0 switches that off |
     | `publish_share` | a change is published when it is this share of the set, |
     | `publish_within_s` | or else so long after the last publication |
-    | `suspect_after_s` | an endpoint that is unheard for longer than its rhythm lets expect is no candidate; the least |
+    | `suspect_after_s` | an endpoint that is unheard for longer than its rhythm, at least so long, is no candidate |
     | `forget_after_s` | an endpoint that is unheard for so long is forgotten |
 
     | who | meaning |
     |---|---|
-    | `contact` | where this node takes datagrams: a text that the transport takes for an address ("host:port" with UDP) |
+    | `contact` | where this node takes datagrams, as its transport writes an address ("host:port" with UDP) |
     | `learn_peers` | whether nodes that others speak of become peers, at the contact that they give |
     | `zone` | label of this node's zone; others learn it with the first snapshot of an endpoint (`zones`) |
 

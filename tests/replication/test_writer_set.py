@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from prefixroute.keys.keyset import Delta, KeyDelta, checksum
 from prefixroute.replication import acceptance
-from prefixroute.replication.acceptance import TABLE, Incarnation, Reach, Verdict, judge
+from prefixroute.replication.acceptance import TABLE, Order, Reach, Verdict, judge
 from prefixroute.replication.writer_set import LOG_BYTES, OwnedSet, WriterSet
 
 WIRE_DOCUMENT = Path(__file__).parents[2] / "docs" / "wire.md"
@@ -53,8 +53,8 @@ def in_words(verdict: Verdict) -> str:
 def test_table_answers_every_combination_once() -> None:
     combinations = {
         (order, reach, kind)
-        for order, kind in product(Incarnation, (SNAPSHOT, DELTA))
-        for reach in (Reach if order is Incarnation.SAME else [None])
+        for order, kind in product(Order, (SNAPSHOT, DELTA))
+        for reach in (Reach if order is Order.SAME else [None])
     }
     assert set(TABLE) == combinations
 
@@ -72,9 +72,7 @@ def test_written_table_is_the_table(where: str) -> None:
 def test_only_apply_and_replace_take_a_change_and_never_an_older_one() -> None:
     for (order, reach, snapshot), verdict in TABLE.items():
         takes = verdict in (Verdict.APPLY, Verdict.REPLACE)
-        assert takes is (
-            order is not Incarnation.OLDER and reach is not Reach.PAST and (snapshot or reach is Reach.NEXT)
-        )
+        assert takes is (order is not Order.OLDER and reach is not Reach.PAST and (snapshot or reach is Reach.NEXT))
 
 
 def ruled(held: tuple[int, int], incarnation: int, since: int, version: int) -> Verdict:
