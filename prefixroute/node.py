@@ -109,7 +109,8 @@ class Node:
         self._tallies = Tallies()
         self._upkeep = Upkeep(self._index)
         self._gossip = Gossip(node, domain, self.settings, rng, now, self.journal, self._index_replica)
-        self._members, self._tempo, self._outbox = self._gossip.members, self._gossip.tempo, self._gossip.outbox
+        self._peers, self._members = self._gossip.peers, self._gossip.members
+        self._tempo, self._outbox = self._gossip.tempo, self._gossip.outbox
         if secrets:
             self.set_secrets(secrets)
 
@@ -166,7 +167,7 @@ class Node:
         if node == self.node:
             raise UsageError("a node is no peer of itself")
         self._begin(now)
-        self._members.add_peer(checked_name(node), address, now)
+        self._peers.add(checked_name(node), address, now)
         self._follow_copies(now)
 
     def remove_peer(self, node: str, now: float) -> None:
@@ -368,7 +369,7 @@ class Node:
             row_of(standing, self._locals.get(standing.name), bool(standing.bit & self._fleet.usable), now)
             for standing in self._fleet.standings.values()
         ]
-        peers = {peer.node: peer.state for peer in self._members.peers.values()}
+        peers = {peer.node: peer.state for peer in self._peers.values()}
         return NodeStats(
             *(
                 self.node,
@@ -379,7 +380,7 @@ class Node:
                 dict(self.journal.counters()),
             ),
             zone=self.settings.zone,
-            round_trips=round_trips(self._members.peers.values(), self._members.copies.values()),
+            round_trips=round_trips(self._peers.values(), self._members.copies.values()),
             tenants=self._tallies.stats(),
         )
 
@@ -457,7 +458,7 @@ class Node:
 
     def _join(self, copy: Copy, now: float) -> None:
         self._index.join(copy.endpoint)
-        peer = self._members.peers.get(owner_of(copy.endpoint))
+        peer = self._peers.get(owner_of(copy.endpoint))
         self._fleet.add(Standing(copy, peer, self._index.bit(copy.endpoint), now), now)
 
     def _follow_copies(self, now: float) -> None:
@@ -475,7 +476,7 @@ class Node:
             if standing is None:
                 self._join(copy, now)
             else:
-                standing.peer = self._members.peers.get(owner_of(endpoint))
+                standing.peer = self._peers.get(owner_of(endpoint))
                 self._fleet.refresh(standing, now)
         self._upkeep.go_on()
 
