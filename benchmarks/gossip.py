@@ -336,7 +336,7 @@ def replica_bytes(keys: int, changes: int) -> tuple[float, float, float]:
             nodes[name].add_peer("owner", "owner", 0.0)
         bare = freed(nodes, "bare")
         for name in nodes:
-            owner.members.add_peer(name, name, 0.0)
+            owner.peers.add(name, name, 0.0)
         now = converse(owner, published, nodes, 0.0)
         sizes = [freed(nodes, "idle") - bare]
         step, done = max(2, round(settings.publish_share * keys)), 0

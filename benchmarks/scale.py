@@ -183,7 +183,7 @@ class Relay:
         self.now = 0.0
         self._node = node
         self._gossip = Gossip("relay", DOMAIN, SETTINGS, random.Random(2), 0.0, Journal(), lambda *_: None)
-        self._gossip.members.add_peer("node", "node", 0.0)
+        self._gossip.peers.add("node", "node", 0.0)
         node.add_peer("relay", "relay", 0.0)
 
     def publish(self, endpoint: str, come: set[int], gone: set[int], anchor_stride: int) -> None:

@@ -98,7 +98,7 @@ class Pair:
     def begin(self, incarnation: int) -> None:
         """Let the owner begin a life without keys."""
         self.owner = Gossip("owner", DOMAIN, self._settings, random.Random(2), self.now, Journal(), lambda *_: None)
-        self.owner.members.add_peer("node", "node", self.now)
+        self.owner.peers.add("node", "node", self.now)
         self.owner.members.join("owner/0", incarnation, "", self.now)
 
     def publish(self, changes: Delta) -> None:

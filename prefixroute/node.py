@@ -96,8 +96,9 @@ class Node:
         hooks = Hooks(self._served, self._table.begun, self._table.ended)
         self._flights = Flights(router, bounds, hooks, journal)
         self._gossip = Gossip(node, domain, settings, rng, now, journal, self._table.replica_changed)
-        self._members, self._tempo, self._outbox = self._gossip.members, self._gossip.tempo, self._gossip.outbox
-        self._table.attach(self._members.copies, self._members.peers, self._tempo.stir)
+        self._peers, self._members = self._gossip.peers, self._gossip.members
+        self._tempo, self._outbox = self._gossip.tempo, self._gossip.outbox
+        self._table.attach(self._members.copies, self._peers, self._tempo.stir)
         if secrets:
             self.set_secrets(secrets)
 
@@ -145,7 +146,7 @@ class Node:
         if node == self.node:
             raise UsageError("a node is no peer of itself")
         self._table.begin(now)
-        self._members.add_peer(checked_name(node), address, now)
+        self._peers.add(checked_name(node), address, now)
         self._follow(now)
 
     def remove_peer(self, node: str, now: float) -> None:
@@ -323,11 +324,11 @@ class Node:
             row_of(standing, table.locals.get(standing.name), bool(standing.bit & table.fleet.usable), now)
             for standing in table.fleet.standings.values()
         ]
-        peers = {peer.node: peer.state for peer in members.peers.values()}
+        peers = {peer.node: peer.state for peer in self._peers.values()}
         return NodeStats(
             *(self.node, tuple(rows), peers, len(table.index), len(self._flights.open), dict(self.counters)),
             zone=self.settings.zone,
-            round_trips=round_trips(members.peers.values(), members.copies.values()),
+            round_trips=round_trips(self._peers.values(), members.copies.values()),
             tenants=self._tallies.stats(),
         )
 

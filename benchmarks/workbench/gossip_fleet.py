@@ -64,8 +64,8 @@ class Fleet:
         start = self.now + self._rng.random() * self._settings.interval_s
         gossip = Gossip(name, DOMAIN, self._settings, rng, start, Journal(), lambda *_: None)
         for other in self.gossips.keys() - {name}:
-            gossip.members.add_peer(other, other, self.now)
-            self.gossips[other].members.add_peer(name, name, self.now)
+            gossip.peers.add(other, other, self.now)
+            self.gossips[other].peers.add(name, name, self.now)
             self._watch(other)
         self.gossips[name] = gossip
         if keys:

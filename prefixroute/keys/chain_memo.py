@@ -1,10 +1,11 @@
 """What long prompts hashed to, so that the next turn of a conversation hashes only what is new in it.
 
 Rules:
-1. An entry is found by content alone: the key of the first stride (namespace and secret are in it), the length, and the
-   bytes before the end; and it counts only if 128 bits of hash over all of it agree. Nothing is taken from the caller.
-2. What is remembered of a prompt ends at a multiple of `SPAN` strides, so a longer one need not know where to look.
-3. It is bounded: what was not used for longest goes first.
+1. An entry is found by content alone: the key of the first stride (which depends on namespace and secret), the length,
+   and the last bytes. It is used only if 128 bits of hash over all of the content agree. Nothing is taken from the
+   caller's word.
+2. What is remembered of a prompt ends at a multiple of `SPAN` strides, so that few lengths have to be tried.
+3. The memo is bounded: the entry that was not used for longest goes first.
 
 One hash over 65k tokens takes 7 to 10 us; the 128 chained ones of their strides 35 to 40.
 """
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_128, xxh3_128_digest
 
 SPAN = 8
-"""Strides between the lengths that are remembered: 4,096 tokens in blocks of 16. In less there is little to save."""
+"""Strides between the lengths that are remembered: 4,096 tokens in blocks of 16. Below that there is little to save."""
 
 LOOKED_AT = 8
 """Lengths that are tried, the longest first: a turn of up to 32k new tokens finds the one before it."""
@@ -76,7 +77,7 @@ class ChainMemo:
         done, state = 0, xxh3_128()
         for shorter in range(length - SPAN, max(length - LOOKED_AT * SPAN, 0), -SPAN):
             before = self._entries.get(self._name(bounds[1], packed, shorter))
-            # The chained key stands for all that is before it.
+            # The chained key depends on everything before it.
             if before is not None and before.bounds[-1] == bounds[shorter]:
                 done, state = shorter, before.state.copy()
                 break

@@ -1,12 +1,12 @@
 """Keys that several blocks may share: a key comes with the first of them, and goes with the last.
 
-48 bits of hash are shared by 1.8e-5 pairs of 100,000 blocks, so next to no key is shared, and none may be dropped too
-early. Two forms with one meaning:
+Among 100,000 blocks 1.8e-5 pairs share 48 bits of hash: next to no key is shared, but none may be dropped too early.
+Two forms with one meaning:
 
 | form | keeps | for |
 |---|---|---|
-| `KeyCounts` | each key with its number of blocks | who has no other set of these keys |
-| `Repeats` | only the blocks beyond the first of a key | who is told each time whether the key is there already |
+| `KeyCounts` | each key with its number of blocks | callers that have no other set of these keys |
+| `Repeats` | only the blocks beyond the first of a key | callers that know whether the key is there already |
 """
 
 from __future__ import annotations

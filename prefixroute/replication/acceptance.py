@@ -4,17 +4,17 @@ An endpoint's set is written by its owner only, so the pair (incarnation, versio
 copy only grows, in lexicographic order. So every loss, repetition, reordering and restart is one question: does this
 change apply to the pair that the copy has? The table answers it, and the result is the same for every order of arrival.
 
-| life    | reach   | snapshot  | delta                       |
-|---------|---------|-----------|-----------------------------|
-| nothing | any     | replace   | want a snapshot             |
-| older   | any     | drop      | drop                        |
-| newer   | any     | replace   | want a snapshot             |
-| same    | past    | duplicate | duplicate                   |
-| same    | next    | replace   | apply                       |
-| same    | overlap | replace   | want the delta since mine   |
-| same    | ahead   | replace   | want the delta since mine   |
+| incarnation | reach | snapshot | delta |
+|---|---|---|---|
+| nothing | any | replace | want a snapshot |
+| older | any | drop | drop |
+| newer | any | replace | want a snapshot |
+| same | past | duplicate | duplicate |
+| same | next | replace | apply |
+| same | overlap | replace | want the delta since mine |
+| same | ahead | replace | want the delta since mine |
 
-*life* compares the arriving incarnation with the copy's. *reach* compares the change's versions, from and to, with the
+*incarnation* compares the arriving one with the copy's. *reach* compares the change's versions, from and to, with the
 copy's version v: past, to <= v; next, from = v; overlap, from < v < to; ahead, from > v. After a change the checksums
 are compared; when they differ the copy is discarded, and a snapshot is wanted.
 """
@@ -26,7 +26,7 @@ from enum import Enum
 _SNAPSHOT, _DELTA = True, False
 
 
-class Life(Enum):
+class Order(Enum):
     """How the arriving incarnation compares with the copy's."""
 
     NOTHING = "nothing"
@@ -55,21 +55,21 @@ class Verdict(Enum):
     WANT_SNAPSHOT = "want snapshot"
 
 
-TABLE: dict[tuple[Life, Reach | None, bool], Verdict] = {
-    (Life.NOTHING, None, _SNAPSHOT): Verdict.REPLACE,
-    (Life.NOTHING, None, _DELTA): Verdict.WANT_SNAPSHOT,
-    (Life.OLDER, None, _SNAPSHOT): Verdict.DROP,
-    (Life.OLDER, None, _DELTA): Verdict.DROP,
-    (Life.NEWER, None, _SNAPSHOT): Verdict.REPLACE,
-    (Life.NEWER, None, _DELTA): Verdict.WANT_SNAPSHOT,
-    (Life.SAME, Reach.PAST, _SNAPSHOT): Verdict.DUPLICATE,
-    (Life.SAME, Reach.PAST, _DELTA): Verdict.DUPLICATE,
-    (Life.SAME, Reach.NEXT, _SNAPSHOT): Verdict.REPLACE,
-    (Life.SAME, Reach.NEXT, _DELTA): Verdict.APPLY,
-    (Life.SAME, Reach.OVERLAP, _SNAPSHOT): Verdict.REPLACE,
-    (Life.SAME, Reach.OVERLAP, _DELTA): Verdict.WANT_DELTA,
-    (Life.SAME, Reach.AHEAD, _SNAPSHOT): Verdict.REPLACE,
-    (Life.SAME, Reach.AHEAD, _DELTA): Verdict.WANT_DELTA,
+TABLE: dict[tuple[Order, Reach | None, bool], Verdict] = {
+    (Order.NOTHING, None, _SNAPSHOT): Verdict.REPLACE,
+    (Order.NOTHING, None, _DELTA): Verdict.WANT_SNAPSHOT,
+    (Order.OLDER, None, _SNAPSHOT): Verdict.DROP,
+    (Order.OLDER, None, _DELTA): Verdict.DROP,
+    (Order.NEWER, None, _SNAPSHOT): Verdict.REPLACE,
+    (Order.NEWER, None, _DELTA): Verdict.WANT_SNAPSHOT,
+    (Order.SAME, Reach.PAST, _SNAPSHOT): Verdict.DUPLICATE,
+    (Order.SAME, Reach.PAST, _DELTA): Verdict.DUPLICATE,
+    (Order.SAME, Reach.NEXT, _SNAPSHOT): Verdict.REPLACE,
+    (Order.SAME, Reach.NEXT, _DELTA): Verdict.APPLY,
+    (Order.SAME, Reach.OVERLAP, _SNAPSHOT): Verdict.REPLACE,
+    (Order.SAME, Reach.OVERLAP, _DELTA): Verdict.WANT_DELTA,
+    (Order.SAME, Reach.AHEAD, _SNAPSHOT): Verdict.REPLACE,
+    (Order.SAME, Reach.AHEAD, _DELTA): Verdict.WANT_DELTA,
 }
 
 
@@ -78,13 +78,13 @@ def judge(held: tuple[int, int], incarnation: int, since: int, version: int) -> 
     held_incarnation, held_version = held
     snapshot = since == 0
     if held_incarnation == 0:
-        return TABLE[Life.NOTHING, None, snapshot]
+        return TABLE[Order.NOTHING, None, snapshot]
     if incarnation != held_incarnation:
-        return TABLE[Life.OLDER if incarnation < held_incarnation else Life.NEWER, None, snapshot]
+        return TABLE[Order.OLDER if incarnation < held_incarnation else Order.NEWER, None, snapshot]
     if version <= held_version:
         reach = Reach.PAST
     elif since == held_version:
         reach = Reach.NEXT
     else:
         reach = Reach.OVERLAP if since < held_version else Reach.AHEAD
-    return TABLE[Life.SAME, reach, snapshot]
+    return TABLE[Order.SAME, reach, snapshot]

@@ -1,11 +1,11 @@
 """Assembly: how the parts of a transfer become a whole change again, in whatever order they come.
 
 Rules:
-1. A part holds all keys of the change in its range [lower, upper), so parts are checked, repeated, reordered and cut
-   anew at other borders freely.
+1. A part holds all keys of the change in its range [lower, upper). So parts may come again, overlap, and come in any
+   order, cut at any borders.
 2. The ranges that are lacking are named to the sender; any holder of the same versions goes on from there.
-3. Keys that go are told by their rank among the receiver's keys in the range. That is exact only at version `since`,
-   which is the only one that a delta applies to.
+3. Removed keys come as ranks among the receiver's keys in the range. Ranks are exact only at version `since`, which is
+   the only one that a delta applies to.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from .gossip_settings import GossipSettings
 from .limits import BYTE_S, COPY_S, ENTRY_S, HELD_S, UPDATE_S, Limits
 from .members import Members
 from .outbox import Outbox
+from .peers import Peers
 from .receiving import Receiver
 from .refusals import Refusals
 from .sending import Debt, least_room, owed
@@ -45,7 +46,7 @@ from .writer_set import OwnedSet
 
 
 class Gossip:
-    """The protocol of one node. What it keeps is in `members`, what it sends in `outbox`, its pace in `tempo`.
+    """The protocol of one node. Whom it talks to is in `peers`, what it keeps in `members`, what it sends in `outbox`.
 
     `on_update(endpoint, added, removed)` is called for every change of a replica's keys. Raises `UsageError` for
     datagrams that are too small for this domain's names.
@@ -69,11 +70,12 @@ class Gossip:
         self.settings = settings
         self.tempo = Tempo(settings, now)
         self._limits = Limits(settings)
-        self.members = Members(node, settings, self.tempo, self._limits, journal, on_update)
+        self.peers = Peers(node, settings, self.tempo, self._limits, journal)
+        self.members = Members(node, settings, self.tempo, self.peers, journal, on_update)
         # A generator that is seeded the same in every run must not bring a former life back.
         self.freshness = Freshness(node, settings, f"{rng.getrandbits(64)} {now!r}".encode())
-        self.outbox = Outbox(node, domain, settings, self.members.peers, self.freshness, journal)
-        self._turns = Turns(self.members.peers, self.members.copies, rng)
+        self.outbox = Outbox(node, domain, settings, self.peers, self.freshness, journal)
+        self._turns = Turns(self.peers, self.members.copies, rng)
         self._refusals = Refusals(domain, journal)
         self._receiver = Receiver(self.members, settings, self.tempo, self._refusals, journal)
         self._journal = journal
@@ -84,7 +86,6 @@ class Gossip:
 
     def receive(self, data: bytes, source: Hashable, now: float) -> bool:
         """Take one datagram from a transport; return whether it was of use. Never raises for its content."""
-        members = self.members
         # 1. Its address may still send, and its tag is right.
         self._count_received(data)
         if not self._limits.admits(source, len(data), now):
@@ -96,16 +97,16 @@ class Gossip:
             return self._refuse(source, error.kind, str(error), now)
         if envelope.signed:
             self._journal.count("datagrams_signed_otherwise")
-        members.watch(now)
+        self._wake(now)
         # 2. It is of this domain, and from another node that is a peer, or may become one, and may still send.
         kind, message = envelope.kind, envelope.message
-        peer = members.peers.get(message.sender)
+        peer = self.peers.get(message.sender)
         if envelope.fingerprint != self._fingerprint:
             return self._refuse_foreign(peer, source, message, now)
         if message.sender == self.node:
             return self._refuse(source, "self", "a datagram from a node of this node's own name", now)
         contact = message.contact or self.freshness.contact_of(message)
-        if peer is None and not members.would_learn(message.sender, contact):
+        if peer is None and not self.peers.would_learn(message.sender, contact):
             return self._refuse(source, "stranger", f"node {message.sender!r} is no peer: add_peer it first", now)
         if peer is not None and not peer.meter.take(len(data), now):
             return self._refuse(source, "limited", f"node {peer.node!r} sends more than an honest one does", now)
@@ -115,7 +116,7 @@ class Gossip:
             return self._refuse_old(novelty, peer, source, kind, message, len(data), now)
         self._limits.proved(source)
         if peer is None:
-            peer = members.learn_peer(message.sender, contact, now)
+            peer = self.peers.learn(message.sender, contact, now)
             assert peer is not None, "a node that would not be learnt is a stranger"
         # 4. What it says is taken, and it is answered.
         if waiting is not None:
@@ -127,7 +128,7 @@ class Gossip:
 
     def _hear(self, peer: Peer, kind: Kind, message: Message, now: float) -> None:
         """Take a peer's own new word: its vector, its updates; and answer it, unless it is an ACK."""
-        self.members.heard_from(peer, now)
+        self.peers.heard_from(peer, now)
         peer.answered(message.echo, now)
         for entry in message.vector:
             self.members.learn(entry, peer.node, now)
@@ -243,7 +244,7 @@ class Gossip:
         O(endpoints).
         """
         members = self.members
-        members.watch(now)
+        self._wake(now)
         beats = self.tempo.beats(now)
         if beats:
             members.sweep(now)
@@ -259,7 +260,7 @@ class Gossip:
             vector = chain((copy.entry(now, copy.mine) for copy in copies), members.last_words(now))
             whole = len(copies) + len(members.left)
             self._turns.named(copies[: self.outbox.send(peer, Kind.SYN, vector, nonce=nonce, whole=whole)])
-        self.tempo.went(len(members.peers), now)
+        self.tempo.went(len(self.peers), now)
 
     def _publish(self, copy: Copy, keys: OwnedSet, beats: bool, now: float) -> None:
         """Bring what this node says of an own endpoint up to date: its keys, its load, its heartbeat."""
@@ -274,7 +275,7 @@ class Gossip:
     def farewell(self, now: float) -> None:
         """Tell all peers that are there what has left. O(peers x left)."""
         words = list(self.members.last_words(now))
-        for peer in self.members.peers.values():
+        for peer in self.peers.values():
             if words and peer.state == "heard":
                 self.outbox.send(peer, Kind.ACK, words)
 
@@ -290,6 +291,10 @@ class Gossip:
     def set_secrets(self, secrets: tuple[bytes, ...]) -> None:
         """Authenticate datagrams with these secrets from now on: the first signs, each is good."""
         self._secrets, self.outbox.secret = secrets, secrets[0]
+
+    def _wake(self, now: float) -> None:
+        if self.tempo.wakes(now):
+            self._journal.count("pauses")
 
     def _count_received(self, data: bytes) -> None:
         self._journal.count("datagrams_received")

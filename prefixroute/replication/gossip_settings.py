@@ -1,4 +1,4 @@
-"""The settings of gossip: pace, budgets and bounds. One frozen object, checked when it is made."""
+"""The settings of gossip: pace, budgets, bounds and replay protection. One frozen object, checked when made."""
 
 from __future__ import annotations
 
@@ -10,28 +10,40 @@ from ..keys.names import checked_zone
 
 @dataclass(frozen=True, slots=True)
 class GossipSettings:
-    """Pace, budgets and bounds of gossip; times in seconds, sizes in bytes.
+    """Pace, budgets and bounds of gossip; times in seconds, sizes in bytes. Raises `UsageError` for what cannot be.
 
-    `interval_s` is a round's length and `fan_out` its exchanges; a quiet fleet slows down to one exchange in
-    `idle_interval_s`, unless that is quicker. A change is published when it is `publish_share` of the set, else when
-    the last publication is `publish_within_s` ago.
+    | pace | meaning |
+    |---|---|
+    | `interval_s`, `fan_out` | length of a round, and the exchanges that a node begins in it |
+    | `idle_interval_s` | a quiet fleet slows down to one exchange in so long; 0 switches that off |
+    | `publish_share` | a change is published when it is this share of the set, |
+    | `publish_within_s` | or else so long after the last publication |
+    | `suspect_after_s` | an endpoint that is unheard for longer than its rhythm, at least so long, is no candidate |
+    | `forget_after_s` | an endpoint that is unheard for so long is forgotten |
 
-    `datagram_bytes` bounds a message and `burst_bytes` an answer. 1,200 and 65,536 pass any network path; over
-    streams take 65,536 and 1,048,576.
+    | who | meaning |
+    |---|---|
+    | `contact` | where this node takes datagrams, as its transport writes an address ("host:port" with UDP) |
+    | `learn_peers` | whether nodes that others speak of become peers, at the contact that they give |
+    | `zone` | label of this node's zone; others learn it with the first snapshot of an endpoint (`zones`) |
 
-    An endpoint is no candidate when it is unheard for longer than its rhythm lets expect, at least `suspect_after_s`;
-    it is forgotten after `forget_after_s`. With `learn_peers`, nodes that others speak of become peers, at the
-    `contact` that they give: a text that the transport takes for an address ("host:port" with UDP). `zone` is the
-    label of this node's zone; others learn it with the first snapshot of an endpoint (`zones`).
+    | budget | meaning |
+    |---|---|
+    | `datagram_bytes` | of one datagram: 1,200 pass any network path; over streams take 65,536 |
+    | `burst_bytes` | of all datagrams of an answer: 65,536; over streams take 1,048,576 |
+    | `excess` | so many times what an honest node sends is taken from one (`limits`); infinite is no limit |
+    | `peer_work` | share of a processor that the updates and questions of one peer may take |
 
-    `max_endpoints`, `max_hearsay` (endpoints of nodes that are no peers), `max_owner_endpoints` (of one node),
-    `max_keys` (of one endpoint), `max_owner_keys` and `max_all_keys` bound what peers can make a node keep: some 120
-    bytes a key. `excess` and `peer_work` bound what they can make it do, see `limits`: so many times what an honest
-    node with these settings sends is taken from one (infinite is no limit), and this share of a processor may its
-    updates and questions take.
+    | bound of what peers can make a node keep | of |
+    |---|---|
+    | `max_endpoints`, `max_owner_endpoints`, `max_hearsay` | endpoints: all; of one node; of nodes that are no peers |
+    | `max_keys`, `max_owner_keys`, `max_all_keys` | keys: of one endpoint; of one node; all. Some 120 bytes each |
 
-    Of each peer the last `replay_window` numbers of datagrams are remembered, so that a recording is told from news; 0
-    takes whatever comes, for transports that see to that themselves.
+    | replay protection | meaning |
+    |---|---|
+    | `replay_window` | so many numbers of each peer's datagrams are remembered, to tell a recording from news |
+
+    With `replay_window` 0 recordings are taken, too: for transports that see to that themselves.
     """
 
     interval_s: float = 0.2

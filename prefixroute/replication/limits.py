@@ -15,7 +15,7 @@ Each meter is a token bucket that holds what comes in four rounds, or in a secon
 
 Rules:
 1. What is beyond a limit is dropped as a busy network would drop it: gossip heals loss.
-2. Only what a tag has proved gets a meter of its own, so nobody without the secret can push others out of the list.
+2. Only an address that a tag has proved gets a meter of its own, so nobody without the secret can push others out.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ..keys.names import owner_of
 from .gossip_settings import GossipSettings
 
 MAX_SOURCES = 4096
-"""Addresses with a meter of their own; the ones that were quiet longest share one again."""
+"""Addresses with a meter of their own; those that were quiet for longest share one again."""
 
 HELD_ROUNDS = 4
 """Rounds' worth of datagrams that a meter lets through at once: an honest node may have been paused."""
 
 WORK_AT_ONCE_S = 5.0
-"""So much work a peer may cause at once: the sets of a large fleet, after a partition."""
+"""Work that one peer may cause at once: the sets of a large fleet, after a partition."""
 
 ENTRY_S, COPY_S, UPDATE_S, BYTE_S, HELD_S = 3e-6, 6e-7, 3e-5, 1.2e-7, 2e-9
-"""What an entry, an endpoint that it is compared with, an update, a byte of its keys, and a key of the set that it
-changes are taken to cost: measured, rounded up. No clock is read here, so that the same calls do the same."""
+"""Estimated seconds for an entry, an endpoint that it is compared with, an update, a byte of its keys, and a key of the
+set that it changes: measured, and rounded up. No clock is read here, so that the same calls do the same."""
 
 
 class Bucket:
@@ -91,7 +91,7 @@ class Limits:
         self._sources: LRUCache[Hashable, Meter] = LRUCache(MAX_SOURCES)
         self._unproved = Meter(settings, settings.excess)
         self.challenges = self.of_answers()
-        """Of the challenges to nodes that are no peers yet, all together."""
+        """One bucket for the challenges to all nodes that are no peers yet."""
 
     def admits(self, source: Hashable, size: int, now: float) -> bool:
         """Whether a datagram of `size` bytes from `source` is looked at. O(1), before its tag is checked."""

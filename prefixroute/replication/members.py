@@ -1,19 +1,18 @@
-"""Who is there: peers and endpoints are met, heard, suspected and forgotten, and leave.
+"""Which endpoints are there: they are met, heard, suspected and forgotten, and leave.
 
 Rules:
 1. Relayed news is as old as the owner's own last word: ages add up along relays. So hearsay neither keeps a dead
    endpoint alive, nor brings a forgotten one back.
 2. An owner moves past what it did not say itself, to a higher incarnation: a later incarnation of its endpoint, words
    of the present one that it has not spoken, or another set under its own pair.
-3. A node that was itself paused heard nobody, and blames nobody for that time.
-4. An endpoint that leaves speaks a last word, above every heartbeat. The word is passed on until the endpoint would
+3. An endpoint that leaves speaks a last word, above every heartbeat. The word is passed on until the endpoint would
    have been forgotten.
-5. What others can make a node keep is bounded: endpoints, peers, keys, memories of the forgotten.
+4. What others can make a node keep is bounded: endpoints, keys, memories of the forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from cachetools import LRUCache
 
@@ -22,7 +21,8 @@ from ..keys.keyset import NO_KEYS, KeyDelta, Keys
 from ..keys.names import owner_of
 from .copies import Copy, Left, Peer
 from .gossip_settings import GossipSettings
-from .limits import Holdings, Limits
+from .limits import Holdings
+from .peers import Peers
 from .tempo import Tempo
 from .wire import LAST_BEAT, Update, VectorEntry
 
@@ -31,11 +31,11 @@ MAX_HEARSAY = 2**62
 """The highest incarnation that a relay is believed: the owner can always move past it, and say so itself."""
 
 MAX_MEMORIES = 4096
-"""Endpoints and nodes that are remembered after they were forgotten, left or removed."""
+"""Endpoints that are remembered after they were forgotten."""
 
 
 class Members:
-    """The peers of one node and its copies of all endpoints; every one of them comes and goes here.
+    """The copies of all endpoints that one node knows of: every one of them comes and goes here.
 
     `on_update(endpoint, added, removed)` is called for every change of a replica's keys.
     """
@@ -45,27 +45,22 @@ class Members:
         node: str,
         settings: GossipSettings,
         tempo: Tempo,
-        limits: Limits,
+        peers: Peers,
         journal: Journal,
         on_update: Callable[[str, Keys, Keys], None],
     ) -> None:
         self.node = node
-        self.peers: dict[str, Peer] = {}
+        self.peers = peers
         self.copies: dict[str, Copy] = {}
         self.left: dict[str, Left] = {}
         """Endpoints that have left, own ones and others, until they would be forgotten."""
         self.holdings = Holdings(settings)
-        self._removed: LRUCache[str, None] = LRUCache(MAX_MEMORIES)
-        """Nodes that the caller took out: what relays say of their endpoints is ignored."""
         self._gone: LRUCache[str, tuple[int, int]] = LRUCache(MAX_MEMORIES)
         """The last (incarnation, heartbeat) of endpoints that were forgotten."""
         self._settings = settings
         self._tempo = tempo
-        self._limits = limits
         self._journal = journal
         self._on_update = on_update
-        self._awake_at = float("-inf")
-        """When this node last found that it had been paused."""
         self._touched: set[str] = set()
         self._lost = False
         self._hearsay = 0
@@ -74,8 +69,11 @@ class Members:
     # --- what the node takes -------------------------------------------------------------------------------
 
     def take_touched(self) -> set[str]:
-        """Return and forget the endpoints of others whose load, liveness or keys changed."""
+        """Return and forget the endpoints of others whose load, liveness, keys or way there changed."""
         touched, self._touched = self._touched, set()
+        changed = self.peers.take_changed()
+        if changed:
+            touched.update(endpoint for endpoint in self.copies if owner_of(endpoint) in changed)
         return touched
 
     def take_lost(self) -> bool:
@@ -83,58 +81,14 @@ class Members:
         lost, self._lost = self._lost, False
         return lost
 
-    # --- peers ---------------------------------------------------------------------------------------------
-
-    def add_peer(self, node: str, address: Hashable, now: float) -> Peer:
-        """Add a peer at the caller's word; a known peer gets its new address."""
-        self._removed.pop(node, None)
-        peer = self.peers.get(node)
-        if peer is None:
-            peer = self.peers[node] = Peer(node, address, now, self._limits)
-            self._tempo.stir(now)
-        peer.address, peer.learnt = address, False
-        self._limits.proved(address)
-        self._touch(node)
-        return peer
-
     def remove_peer(self, node: str) -> bool:
         """Remove a peer with its endpoints, whoever still speaks of them; return whether it was there."""
-        if self.peers.pop(node, None) is None:
+        if not self.peers.remove(node):
             return False
-        self._removed[node] = None
         for endpoint in [name for name in self.copies if owner_of(name) == node]:
             self.forget(endpoint, "removed")
         self._journal.tell(PeerChanged(node, "removed"))
         return True
-
-    def learn_peer(self, node: str, contact: str, now: float) -> Peer | None:
-        """Add a peer by hearsay, if that is wanted; return the node's peer, None if it is none."""
-        known = self.peers.get(node)
-        if known is not None or not self.would_learn(node, contact):
-            return known
-        peer = self.peers[node] = Peer(node, contact, now, self._limits, learnt=True)
-        self._tempo.stir(now)
-        self._touch(node)
-        self._journal.tell(PeerChanged(node, "learnt", contact))
-        return peer
-
-    def would_learn(self, node: str, contact: str) -> bool:
-        """Whether a node that is no peer may become one by hearsay."""
-        if not contact or not self._settings.learn_peers or node in self._removed or node == self.node:
-            return False
-        return len(self.peers) < self._settings.max_endpoints
-
-    def heard_from(self, peer: Peer, now: float) -> None:
-        """Note that a peer itself spoke."""
-        if peer.state == "heard":
-            if peer.heard_at >= self._awake_at:
-                peer.rhythm.note(now - peer.heard_at)
-        else:
-            peer.state = "heard"
-            self._tempo.stir(now)
-            self._journal.tell(PeerChanged(peer.node, "heard"))
-        peer.heard_at = now
-        peer.same_domain = True
 
     # --- copies --------------------------------------------------------------------------------------------
 
@@ -264,7 +218,7 @@ class Members:
         copy.url, copy.contact = update.url or copy.url, update.contact or copy.contact
         # One incarnation has one zone, and only snapshots tell it.
         copy.zone = update.zone or (copy.zone if update.incarnation == copy.incarnation else "")
-        self.learn_peer(owner_of(copy.endpoint), copy.contact, now)
+        self.peers.learn(owner_of(copy.endpoint), copy.contact, now)
         self._touched.add(copy.endpoint)
         self._tempo.stir(now)
 
@@ -274,20 +228,13 @@ class Members:
 
     # --- time ----------------------------------------------------------------------------------------------
 
-    def watch(self, now: float) -> None:
-        """Notice, by a timer that should have fired, that this node itself was paused until now."""
-        due_at = self._tempo.next_at
-        if now - due_at > 0.5 * self._settings.suspect_after_s and self._awake_at < due_at:
-            self._awake_at = now
-            self._journal.count("pauses")
-
     def sweep(self, now: float) -> None:
         """Suspect and forget peers and endpoints that were silent while this node listened. O(endpoints + peers)."""
         least, most = self._settings.suspect_after_s, self._settings.forget_after_s
         owners: set[str] = set()
         for copy in [copy for copy in self.copies.values() if not copy.mine]:
             age = copy.age_s(now)
-            silence = min(age, now - self._awake_at)
+            silence = min(age, now - self._tempo.awake_at)
             patience = copy.rhythm.patience_s(least, most / 2)
             suspected = silence > patience or (copy.suspected and age > patience)
             if suspected is not copy.suspected:
@@ -300,29 +247,9 @@ class Members:
         self._hearsay = sum(n for owner, n in self.holdings.endpoints.items() if owner not in self.peers)
         for endpoint in [name for name, left in self.left.items() if now - left.heard_at > most]:
             del self.left[endpoint]
-        for peer in list(self.peers.values()):
-            self._sweep_peer(peer, peer.node in owners, now)
-
-    def _sweep_peer(self, peer: Peer, owns: bool, now: float) -> None:
-        """Judge a peer by its own words to this node: when they stop, forwards to it will hardly arrive."""
-        silence = now - max(peer.heard_at, self._awake_at)
-        least, most = self._settings.suspect_after_s, self._settings.forget_after_s
-        # Each peer speaks in its turn: that it misses four turns is rare.
-        least = max(least, 4 * len(self.peers) * self._tempo.spacing_s)
-        if peer.learnt and not owns and silence > max(least, most):
-            del self.peers[peer.node]
-            self._journal.tell(PeerChanged(peer.node, "forgotten", f"unheard for {silence:.0f} s"))
-        elif peer.state in ("heard", "new") and silence > peer.rhythm.patience_s(least, max(least, most)):
-            peer.state = "suspected"
-            # It may have forgotten this node, or come back as another: introduce this one again.
-            peer.same_domain = False
-            self._journal.tell(PeerChanged(peer.node, "suspected", f"unheard for {now - peer.heard_at:.1f} s"))
+        self.peers.sweep(owners, now)
 
     # --- parts ---------------------------------------------------------------------------------------------
-
-    def _touch(self, node: str) -> None:
-        """Note that the way to a node's endpoints has changed."""
-        self._touched.update(endpoint for endpoint in self.copies if owner_of(endpoint) == node)
 
     def _meet(self, entry: VectorEntry, heard_at: float, now: float) -> Copy | None:
         """Make a copy of an endpoint that was not known; None if it is stale, unwelcome, or one too many."""
@@ -331,7 +258,7 @@ class Members:
         if (entry.incarnation, entry.heartbeat) <= past or now - heard_at > self._settings.forget_after_s:
             return None
         # An endpoint of this node's name that this node does not have was one of a former run.
-        if owner in ("", self.node) or owner in self._removed:
+        if owner in ("", self.node) or self.peers.was_removed(owner):
             return None
         if (
             len(self.copies) >= self._settings.max_endpoints
@@ -357,7 +284,7 @@ class Members:
     def _hear(self, copy: Copy, heartbeat: int, heard_at: float, now: float) -> None:
         """Take the owner's word: it spoke `heartbeat` at `heard_at`."""
         if heard_at > copy.heard_at:
-            if copy.heartbeat and not copy.suspected and copy.heard_at >= self._awake_at:
+            if copy.heartbeat and not copy.suspected and copy.heard_at >= self._tempo.awake_at:
                 # A silence that was taken for a death is no part of the rhythm, and neither is a pause of this node.
                 copy.rhythm.note(now - copy.heard_at)
             copy.heard_at = heard_at

@@ -31,7 +31,7 @@ SLOWER = 1.25
 class Tempo:
     """When the next exchange and the next heartbeat are due."""
 
-    __slots__ = ("_settings", "beat_at", "last_at", "news_at", "next_at", "spacing_s")
+    __slots__ = ("_settings", "awake_at", "beat_at", "last_at", "news_at", "next_at", "spacing_s")
 
     def __init__(self, settings: GossipSettings, now: float) -> None:
         self._settings = settings
@@ -45,6 +45,8 @@ class Tempo:
         """When the last exchange began."""
         self.news_at = now
         """When there was last anything new but heartbeats."""
+        self.awake_at = float("-inf")
+        """When this node last found that it had been paused: it heard nobody before."""
 
     def beats(self, now: float) -> bool:
         """Whether this exchange begins a round; if so the next round is set."""
@@ -53,6 +55,13 @@ class Tempo:
         if now < self.beat_at - 0.01 * interval:
             return False
         self.beat_at = max(self.beat_at + interval, now + 0.5 * interval)
+        return True
+
+    def wakes(self, now: float) -> bool:
+        """Whether a timer that should have fired shows, for the first time, that this node was paused until now."""
+        if now - self.next_at <= 0.5 * self._settings.suspect_after_s or self.awake_at >= self.next_at:
+            return False
+        self.awake_at = now
         return True
 
     def went(self, n_peers: int, now: float) -> None:

@@ -14,10 +14,13 @@ Rules:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields
 from enum import IntEnum
 from hashlib import blake2b
 from hmac import compare_digest
 from math import inf
+from operator import attrgetter, itemgetter
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -38,7 +41,7 @@ MARK_MASK = 0xFFFF
 """The part of a checksum that every vector entry carries."""
 
 LAST_BEAT = 2**63 - 1
-"""The heartbeat of an owner's last word: the endpoint has left, and no later word of this life can follow."""
+"""The heartbeat of an owner's last word: the endpoint has left, and no word of this incarnation can follow."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=80)]
 Contact = Annotated[str, msgspec.Meta(max_length=80)]
@@ -67,7 +70,7 @@ class Kind(IntEnum):
 
 
 class LoadWire(msgspec.Struct, frozen=True, array_like=True):
-    """What an endpoint says of its load, in the units of the names; 0 = not known."""
+    """What an endpoint says of its load, in the units of the names; 0 is not known. `_TERMS` says what each is."""
 
     running: U32 = 0
     waiting: U32 = 0
@@ -184,47 +187,84 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
+class _Term(NamedTuple):
+    """One term of an advert: its field of `LoadWire`, where the advert has it, and the way there and back.
+
+    `read` is None where the value is taken as it is.
+    """
+
+    field: str
+    path: str
+    tell: Callable[[Any], Any]
+    read: Callable[[Any], Any] | None = None
+
+
+def _count(field: str, path: str, most: int) -> _Term:
+    """A term that is a whole number."""
+    return _Term(field, path, lambda value: min(round(value), most))
+
+
+def _scaled(field: str, path: str, most: int, scale: float) -> _Term:
+    """A term that travels in units of 1 / `scale`."""
+    return _Term(field, path, lambda value: min(round(value * scale), most), lambda told: told / scale)
+
+
+def _tell_text(text: str) -> str:
+    # An engine's words may hold half a surrogate pair, which no encoder takes.
+    return text[:64].encode("utf-8", "replace").decode()
+
+
+def _tell_age(age_s: float) -> int:
+    """Milliseconds; 0 stands for infinity, so a finite age is 1 at least."""
+    return max(1, min(round(age_s * 1000), _MAX_32)) if age_s < inf else 0
+
+
+def _read_age(age_ms: int) -> float:
+    return age_ms / 1000 if age_ms else inf
+
+
+_MAX_32, _MAX_63 = 2**32 - 1, 2**63 - 1
+
+_TERMS = (
+    _count("running", "report.running", _MAX_32),
+    _count("waiting", "report.waiting", _MAX_32),
+    _count("queued_tokens", "report.queued_tokens", _MAX_63),
+    _scaled("prefill_tokens_per_s", "report.prefill_tokens_per_s", _MAX_32, 1.0),
+    _scaled("overhead_us", "report.overhead_s", _MAX_32, 1e6),
+    _count("capacity_tokens", "report.capacity_tokens", _MAX_63),
+    _scaled("kv_used_percent", "report.kv_used", 100, 100),
+    _Term("state", "state", int, PushBackState),
+    _scaled("ttl_ms", "ttl_s", _MAX_32, 1000),
+    _Term("reason", "report.reason", _tell_text),
+    _count("hit_unit", "hit_unit", _MAX_32),
+    _scaled("confidence_percent", "confidence", 100, 100),
+    _count("held_tokens", "held_tokens", _MAX_63),
+    _Term("eviction_age_ms", "eviction_age_s", _tell_age, _read_age),
+    _scaled("arrivals_per_ks", "arrivals_per_s", _MAX_32, 1000),
+)
+"""All terms, in the order of `LoadWire`. A new one is a row here, and its field in `LoadWire` and in the advert.
+
+What has no row does not travel, but for `LoadReport.refusing`, which is the state `REFUSING`."""
+
+_TELL = [(attrgetter(term.path), term.tell) for term in _TERMS]
+_READ = [term.read for term in _TERMS]
+_PLACES = {term.path: at for at, term in enumerate(_TERMS)} | {"report.refusing": len(_TERMS)}
+_OF_REPORT = itemgetter(*(_PLACES[f"report.{field.name}"] for field in fields(LoadReport) if field.name != "asleep"))
+_OF_ADVERT = itemgetter(*(_PLACES[name] for name in Advert._fields if name != "report"))
+"""What picks the arguments of a report, and those of an advert behind its report, from the values of all terms."""
+
+
 def load_to_wire(advert: Advert) -> LoadWire:
     """Return the form of an advert that travels in a vector."""
-    r = advert.report
-    return LoadWire(
-        _capped(r.running, 32),
-        _capped(r.waiting, 32),
-        _capped(r.queued_tokens, 63),
-        _capped(r.prefill_tokens_per_s, 32),
-        _capped(r.overhead_s * 1e6, 32),
-        _capped(r.capacity_tokens, 63),
-        round(r.kv_used * 100),
-        int(advert.state),
-        _capped(advert.ttl_s * 1000, 32),
-        # An engine's words may hold half a surrogate pair, which no encoder takes.
-        r.reason[:64].encode("utf-8", "replace").decode(),
-        _capped(advert.hit_unit, 32),
-        round(advert.confidence * 100),
-        _capped(advert.held_tokens, 63),
-        max(1, _capped(advert.eviction_age_s * 1000, 32)) if advert.eviction_age_s < inf else 0,
-        _capped(advert.arrivals_per_s * 1000, 32),
-    )
+    return LoadWire(*[tell(value_of(advert)) for value_of, tell in _TELL])
 
 
 def load_from_wire(wire: LoadWire) -> Advert:
     """Return the advert that a vector's entry tells."""
-    report = LoadReport(
-        wire.running,
-        wire.waiting,
-        wire.queued_tokens,
-        float(wire.prefill_tokens_per_s),
-        wire.overhead_us / 1e6,
-        wire.kv_used_percent / 100,
-        wire.capacity_tokens,
-        wire.state == PushBackState.REFUSING,
-        wire.reason,
-    )
-    state = PushBackState(wire.state)
-    age_s = wire.eviction_age_ms / 1000 if wire.eviction_age_ms else inf
-    confidence = wire.confidence_percent / 100
-    arrivals = wire.arrivals_per_ks / 1000
-    return Advert(report, state, wire.ttl_ms / 1000, wire.hit_unit, confidence, wire.held_tokens, age_s, arrivals)
+    told = zip(msgspec.structs.astuple(wire), _READ, strict=True)
+    values = [value if read is None else read(value) for value, read in told]
+    values.append(wire.state == PushBackState.REFUSING)
+    return Advert(LoadReport(*_OF_REPORT(values)), *_OF_ADVERT(values))
 
 
 def encode_part(part: VectorEntry | Update) -> bytes:
@@ -318,7 +358,3 @@ def _tag(secret: bytes, front: bytes, body: bytes) -> bytes:
     state = blake2b(front, digest_size=TAG_BYTES, key=secret, person=b"datagram-tag")
     state.update(body)
     return state.digest()
-
-
-def _capped(value: float, bits: int) -> int:
-    return min(round(value), (1 << bits) - 1)

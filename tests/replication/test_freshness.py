@@ -29,7 +29,7 @@ class Tapped(Network):
 
 def state(node: Node) -> list[Any]:
     """All that a node believes, but for how long ago it heard it."""
-    peers = [(p.node, p.state, p.life, p.learnt, str(p.address)) for p in gossip(node).members.peers.values()]
+    peers = [(p.node, p.state, p.life, p.learnt, str(p.address)) for p in gossip(node).peers.values()]
     held = [(c.endpoint, c.held, c.beat, c.loaded, c.heard_at, c.url, c.suspected) for c in copies(node).values()]
     return [sorted(peers), sorted(held), sorted(gossip(node).members.left)]
 
@@ -106,9 +106,7 @@ def test_two_nodes_prove_their_lives_within_one_round_trip_more() -> None:
     a.receive_datagram(only(b, 0.3), "at b", 0.4)
     assert set(copies(a)) == {"a/0", "b/0"}
     # Either has measured the round trip by then, and no later exchange is any longer.
-    assert [gossip(node).members.peers[other].rtt_s for node, other in ((a, "b"), (b, "a"))] == pytest.approx(
-        [0.2, 0.2]
-    )
+    assert [gossip(node).peers[other].rtt_s for node, other in ((a, "b"), (b, "a"))] == pytest.approx([0.2, 0.2])
     a.handle_timer(1.0)
     b.receive_datagram([data for _, data in a.datagrams_to_send(1.0)][-1], "at a", 1.1)
     assert decode(only(b, 1.1), DOMAIN.secret).message.vector
@@ -273,7 +271,7 @@ def test_what_waits_for_a_proof_is_bounded() -> None:
     waiting = gossip(node).freshness._waiting
     assert waiting.currsize <= 1 << 20
     assert 500 < len(waiting) < 4000
-    assert copies(node) == {} and gossip(node).members.peers == {}
+    assert copies(node) == {} and gossip(node).peers == {}
 
 
 def test_a_challenge_to_a_life_that_is_not_ours_is_told() -> None:

@@ -33,8 +33,8 @@ def test_three_messages_bring_both_sides_up_to_date() -> None:
         assert {endpoint: copy.held for endpoint, copy in copies(node).items()} == {"a/0": (1, 1), "b/0": (1, 1)}
         assert {node.endpoint_url(f"{name}/0") for name in "ab"} == {"http://a", "http://b"}
         node._check()
-    assert gossip(a).members.peers["b"].rtt_s == pytest.approx(0.03)
-    assert gossip(b).members.peers["a"].rtt_s is None
+    assert gossip(a).peers["b"].rtt_s == pytest.approx(0.03)
+    assert gossip(b).peers["a"].rtt_s is None
 
 
 def test_readable_fields_travel_until_the_other_side_was_heard() -> None:
@@ -72,7 +72,7 @@ def test_round_trip_time_follows_the_fastest_answers() -> None:
         b.receive_datagram(only(a, now), "at a", now)
         a.receive_datagram(only(b, now), "at b", now + delay)
         a.datagrams_to_send(now + delay)
-    rtt = gossip(a).members.peers["b"].rtt_s
+    rtt = gossip(a).peers["b"].rtt_s
     assert rtt is not None
     assert 0.03 < rtt < 0.1
 
@@ -84,7 +84,7 @@ def test_a_repeated_answer_tells_nothing_of_the_round_trip() -> None:
     answer = only(b, 0.0)
     a.receive_datagram(answer, "at b", 0.02)
     a.receive_datagram(answer, "at b", 3.0)
-    assert gossip(a).members.peers["b"].rtt_s == pytest.approx(0.02)
+    assert gossip(a).peers["b"].rtt_s == pytest.approx(0.02)
 
 
 def test_rounds_come_at_the_interval_and_late_ones_are_not_caught_up_in_a_burst() -> None:

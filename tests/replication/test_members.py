@@ -132,7 +132,7 @@ def chain_of(n: int, **more: float) -> Network:
         name = f"n{i}"
         net.add(name, settings=learning(name, **more), peers=[f"n{i - 1}"] if i else [])
         if i:
-            gossip(net.nodes[f"n{i - 1}"]).members.peers.pop(name)
+            gossip(net.nodes[f"n{i - 1}"]).peers.pop(name)
     return net
 
 
@@ -150,7 +150,7 @@ def test_nodes_learn_each_other_from_one_seed() -> None:
 def test_a_gateway_without_endpoints_is_learnt_by_those_it_talks_to() -> None:
     net = chain_of(3)
     net.add("gate", endpoints=0, settings=learning("gate"), peers=["n0"])
-    del gossip(net.nodes["n0"]).members.peers["gate"]
+    del gossip(net.nodes["n0"]).peers["gate"]
     net.engines["n2/0"].store(20, net.now)
     net.settle(10)
     net.run(3)
@@ -224,14 +224,14 @@ def test_fifty_replacements_leave_memory_and_traffic_flat(same_name: bool) -> No
         if not same_name:
             for other in ("n0", "n1", "n2", "n3"):
                 # Nobody takes the dead out by hand: they were learnt.
-                gossip(net.nodes[other]).members.peers[name].learnt = True
+                gossip(net.nodes[other]).peers[name].learnt = True
         net.engines[f"{name}/0"].store(50, net.now)
         net.settle(5)
         net.run(20)
         if i in (9, 49):
             before = sum(net.sent_bytes.values())
             net.run(80)
-            kept = [len(gossip(node).members.peers) + len(copies(node)) for node in net.nodes.values()]
+            kept = [len(gossip(node).peers) + len(copies(node)) for node in net.nodes.values()]
             figures.append(((sum(net.sent_bytes.values()) - before) / 80, max(kept)))
     (early_bytes, early_kept), (late_bytes, late_kept) = figures
     # Four peers and five endpoints at most; the oracle of the network bounds the arrays that a node keeps.

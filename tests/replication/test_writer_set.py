@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from prefixroute.keys.keyset import Delta, KeyDelta, checksum
 from prefixroute.replication import acceptance
-from prefixroute.replication.acceptance import TABLE, Life, Reach, Verdict, judge
+from prefixroute.replication.acceptance import TABLE, Order, Reach, Verdict, judge
 from prefixroute.replication.writer_set import LOG_BYTES, OwnedSet, WriterSet
 
 WIRE_DOCUMENT = Path(__file__).parents[2] / "docs" / "wire.md"
@@ -26,12 +26,12 @@ def keys(*values: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
 
 
 def table_in(text: str) -> dict[tuple[str, str, bool], str]:
-    """The rows of the first table under a head `life | reach | snapshot | delta`."""
+    """The rows of the first table under a head `incarnation | reach | snapshot | delta`."""
     rows: dict[tuple[str, str, bool], str] = {}
     inside = False
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if cells == ["life", "reach", "snapshot", "delta"]:
+        if cells == ["incarnation", "reach", "snapshot", "delta"]:
             inside = True
         elif inside and len(cells) == 4:
             if set(cells[0]) != {"-"}:
@@ -52,9 +52,9 @@ def in_words(verdict: Verdict) -> str:
 
 def test_table_answers_every_combination_once() -> None:
     combinations = {
-        (life, reach, kind)
-        for life, kind in product(Life, (SNAPSHOT, DELTA))
-        for reach in (Reach if life is Life.SAME else [None])
+        (order, reach, kind)
+        for order, kind in product(Order, (SNAPSHOT, DELTA))
+        for reach in (Reach if order is Order.SAME else [None])
     }
     assert set(TABLE) == combinations
 
@@ -63,16 +63,16 @@ def test_table_answers_every_combination_once() -> None:
 def test_written_table_is_the_table(where: str) -> None:
     text = (acceptance.__doc__ or "") if where == "docstring" else WIRE_DOCUMENT.read_text("utf-8")
     expected = {
-        (life.value, "any" if reach is None else reach.value, kind): in_words(verdict)
-        for (life, reach, kind), verdict in TABLE.items()
+        (order.value, "any" if reach is None else reach.value, kind): in_words(verdict)
+        for (order, reach, kind), verdict in TABLE.items()
     }
     assert table_in(text) == expected
 
 
 def test_only_apply_and_replace_take_a_change_and_never_an_older_one() -> None:
-    for (life, reach, snapshot), verdict in TABLE.items():
+    for (order, reach, snapshot), verdict in TABLE.items():
         takes = verdict in (Verdict.APPLY, Verdict.REPLACE)
-        assert takes is (life is not Life.OLDER and reach is not Reach.PAST and (snapshot or reach is Reach.NEXT))
+        assert takes is (order is not Order.OLDER and reach is not Reach.PAST and (snapshot or reach is Reach.NEXT))
 
 
 def ruled(held: tuple[int, int], incarnation: int, since: int, version: int) -> Verdict:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from prefixroute.replication import assembly, copies, gossip, members, outbox, receiving, tempo, writer_set
-from prefixroute.replication.acceptance import TABLE, Life, Reach, Verdict
+from prefixroute.replication.acceptance import TABLE, Order, Reach, Verdict
 from prefixroute.sim.replication.schedule import Schedule, generate, parse, play
 
 SCHEDULES, STEPS = 100, 50
@@ -43,9 +43,9 @@ Patch = tuple[Any, Any, Any]
 """What is patched (a table, a class, a module), the key or name in it, and the value that it gets."""
 
 
-def row(life: Life, reach: Reach | None, snapshot: bool, verdict: Verdict) -> list[Patch]:
+def row(order: Order, reach: Reach | None, snapshot: bool, verdict: Verdict) -> list[Patch]:
     """A row of the acceptance table that says something else."""
-    return [(TABLE, (life, reach, snapshot), verdict)]
+    return [(TABLE, (order, reach, snapshot), verdict)]
 
 
 class Agreeable(int):
@@ -131,45 +131,53 @@ MUTATIONS = [
     # The acceptance table, row by row.
     Mutation(
         "a snapshot for nothing is dropped",
-        row(Life.NOTHING, None, SNAPSHOT, Verdict.DROP) + NOTHING_KNOWN,
+        row(Order.NOTHING, None, SNAPSHOT, Verdict.DROP) + NOTHING_KNOWN,
         {"quiet"},
     ),
     Mutation(
         "a delta is applied to nothing",
-        row(Life.NOTHING, None, DELTA, Verdict.APPLY) + NOTHING_KNOWN,
+        row(Order.NOTHING, None, DELTA, Verdict.APPLY) + NOTHING_KNOWN,
         {"checksum", "exception"},
         ROUGH,
     ),
     Mutation(
-        "an older life's snapshot replaces", row(Life.OLDER, None, SNAPSHOT, Verdict.REPLACE), {"monotonic"}, ROUGH
+        "an older life's snapshot replaces",
+        row(Order.OLDER, None, SNAPSHOT, Verdict.REPLACE),
+        {"monotonic"},
+        ROUGH,
     ),
     Mutation(
-        "an older life's delta is applied", row(Life.OLDER, None, DELTA, Verdict.APPLY), {"checksum", "replica"}, ROUGH
+        "an older life's delta is applied",
+        row(Order.OLDER, None, DELTA, Verdict.APPLY),
+        {"checksum", "replica"},
+        ROUGH,
     ),
     Mutation(
         "a newer life's snapshot is dropped",
-        row(Life.NEWER, None, SNAPSHOT, Verdict.DROP) + NO_WORD_OF_LIVES,
+        row(Order.NEWER, None, SNAPSHOT, Verdict.DROP) + NO_WORD_OF_LIVES,
         {"quiet"},
     ),
     Mutation(
         "a newer life's delta is applied",
-        row(Life.NEWER, None, DELTA, Verdict.APPLY) + NO_WORD_OF_LIVES,
+        row(Order.NEWER, None, DELTA, Verdict.APPLY) + NO_WORD_OF_LIVES,
         {"checksum"},
         story=LATE_DELTA,
     ),
-    Mutation("a past snapshot replaces", row(Life.SAME, Reach.PAST, SNAPSHOT, Verdict.REPLACE), {"monotonic"}),
+    Mutation("a past snapshot replaces", row(Order.SAME, Reach.PAST, SNAPSHOT, Verdict.REPLACE), {"monotonic"}),
     Mutation(
         "a past delta is applied",
-        row(Life.SAME, Reach.PAST, DELTA, Verdict.APPLY),
+        row(Order.SAME, Reach.PAST, DELTA, Verdict.APPLY),
         {"checksum", "monotonic", "replica"},
     ),
-    Mutation("a first snapshot is dropped", row(Life.SAME, Reach.NEXT, SNAPSHOT, Verdict.DUPLICATE), {"quiet"}),
-    Mutation("the next delta is dropped", row(Life.SAME, Reach.NEXT, DELTA, Verdict.DROP), {"quiet"}),
-    Mutation("an overlapping snapshot is dropped", row(Life.SAME, Reach.OVERLAP, SNAPSHOT, Verdict.DROP), {"quiet"}),
+    Mutation("a first snapshot is dropped", row(Order.SAME, Reach.NEXT, SNAPSHOT, Verdict.DUPLICATE), {"quiet"}),
+    Mutation("the next delta is dropped", row(Order.SAME, Reach.NEXT, DELTA, Verdict.DROP), {"quiet"}),
+    Mutation("an overlapping snapshot is dropped", row(Order.SAME, Reach.OVERLAP, SNAPSHOT, Verdict.DROP), {"quiet"}),
     Mutation(
-        "an overlapping delta is applied", row(Life.SAME, Reach.OVERLAP, DELTA, Verdict.APPLY), {"checksum", "replica"}
+        "an overlapping delta is applied",
+        row(Order.SAME, Reach.OVERLAP, DELTA, Verdict.APPLY),
+        {"checksum", "replica"},
     ),
-    Mutation("a delta from ahead is applied", row(Life.SAME, Reach.AHEAD, DELTA, Verdict.APPLY), {"checksum"}, ROUGH),
+    Mutation("a delta from ahead is applied", row(Order.SAME, Reach.AHEAD, DELTA, Verdict.APPLY), {"checksum"}, ROUGH),
     # The other rules.
     Mutation("nothing is verified", NO_CHECKSUM + NO_FIT + NO_REFUTATION, {"replica", "quiet"}, ROUGH),
     Mutation("owners do not refute", NO_REFUTATION, {"quiet"}, {"restart": 20}),
@@ -184,10 +192,10 @@ MUTATIONS = [
 
 COVERED = [
     # A copy is made from a vector's entry, so its life is known before any keys come.
-    Mutation("a snapshot for nothing is dropped", row(Life.NOTHING, None, SNAPSHOT, Verdict.DROP), set()),
+    Mutation("a snapshot for nothing is dropped", row(Order.NOTHING, None, SNAPSHOT, Verdict.DROP), set()),
     # An entry that tells of a new life empties the copy, so its snapshot is the first of the same life.
-    Mutation("a newer life's snapshot is dropped", row(Life.NEWER, None, SNAPSHOT, Verdict.DROP), set()),
-    Mutation("a newer life's delta is applied", row(Life.NEWER, None, DELTA, Verdict.APPLY), set(), story=LATE_DELTA),
+    Mutation("a newer life's snapshot is dropped", row(Order.NEWER, None, SNAPSHOT, Verdict.DROP), set()),
+    Mutation("a newer life's delta is applied", row(Order.NEWER, None, DELTA, Verdict.APPLY), set(), story=LATE_DELTA),
     Mutation("a new life shows by its snapshot only", NO_WORD_OF_LIVES, set(), ROUGH),
     Mutation("a copy without keys has no life", NOTHING_KNOWN, set(), ROUGH),
     # News that is too old is ignored, whether or not the endpoint is remembered ...
@@ -224,4 +232,4 @@ def test_what_another_rule_covers_does_no_harm_alone(mutation: Mutation, monkeyp
 def test_every_row_of_the_table_has_a_mutation() -> None:
     mutated = {name for mutation in MUTATIONS for where, name, _ in mutation.patches if where is TABLE}
     # A snapshot starts from nothing, version 0, which is ahead of no copy.
-    assert set(TABLE) - mutated == {(Life.SAME, Reach.AHEAD, SNAPSHOT)}
+    assert set(TABLE) - mutated == {(Order.SAME, Reach.AHEAD, SNAPSHOT)}

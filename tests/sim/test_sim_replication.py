@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from prefixroute import NodeSettings, ReplicaChanged, UsageError, cli
-from prefixroute.replication.acceptance import TABLE, Life, Reach, Verdict
+from prefixroute.replication.acceptance import TABLE, Order, Reach, Verdict
 from prefixroute.sim import CALM, Engine, InvariantError, Link, LogNormal, Network, Schedule, Step, Violation, generate
 from prefixroute.sim.replication import command
 from prefixroute.sim.replication.actions import ACTIONS
@@ -115,7 +115,7 @@ def test_any_steps_can_be_left_out() -> None:
 
 
 def test_a_failure_becomes_a_short_story_that_can_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TABLE, (Life.SAME, Reach.PAST, True), Verdict.REPLACE)
+    monkeypatch.setitem(TABLE, (Order.SAME, Reach.PAST, True), Verdict.REPLACE)
     for seed in range(20):
         schedule = generate(seed, 60, nodes=3)
         outcome = play(schedule)
@@ -188,7 +188,7 @@ def test_the_command_writes_a_result_that_does_not_depend_on_the_number_of_worke
 def test_a_violation_is_told_counted_and_replayed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(TABLE, (Life.SAME, Reach.NEXT, True), Verdict.DROP)
+    monkeypatch.setitem(TABLE, (Order.SAME, Reach.NEXT, True), Verdict.DROP)
     file = tmp_path / "result.json"
     assert cli.main([*COMMAND, "--schedules", "2", "--workers", "1", "--json", str(file)]) == 1
     assert "seed 3: quiet: " in capsys.readouterr().out

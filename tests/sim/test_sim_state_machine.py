@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from prefixroute import Node, NodeSettings
-from prefixroute.replication.acceptance import TABLE, Life, Reach, Verdict
+from prefixroute.replication.acceptance import TABLE, Order, Reach, Verdict
 from prefixroute.sim import DOMAIN, Engine, InvariantError, Oracle
 
 NAMES = ("n0", "n1", "n2", "n3")
@@ -177,14 +177,14 @@ TestReplication.settings = SETTINGS
 @pytest.mark.parametrize(
     ("row", "verdict"),
     [
-        ((Life.SAME, Reach.PAST, True), Verdict.REPLACE),
-        ((Life.SAME, Reach.PAST, False), Verdict.APPLY),
-        ((Life.SAME, Reach.NEXT, False), Verdict.DROP),
-        ((Life.OLDER, None, True), Verdict.REPLACE),
+        ((Order.SAME, Reach.PAST, True), Verdict.REPLACE),
+        ((Order.SAME, Reach.PAST, False), Verdict.APPLY),
+        ((Order.SAME, Reach.NEXT, False), Verdict.DROP),
+        ((Order.OLDER, None, True), Verdict.REPLACE),
     ],
 )
 def test_the_machine_finds_a_wrong_row_of_the_table(
-    row: tuple[Life, Reach | None, bool], verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+    row: tuple[Order, Reach | None, bool], verdict: Verdict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(TABLE, row, verdict)
     with pytest.raises((InvariantError, AssertionError)):
