@@ -42,7 +42,7 @@ WARM = 0.25
 """Share of the requests that only fill the caches. A short log would be all about empty ones otherwise."""
 
 PAYS = 0.05
-"""Least gain that is called one, as a share of the mean time to first token."""
+"""Smallest share of the mean time to first token that counts as a gain."""
 
 
 @dataclass(frozen=True, slots=True)

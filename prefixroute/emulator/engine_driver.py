@@ -190,7 +190,7 @@ class EngineDriver:
         return self._loop.time() if self._loop else 0.0
 
     def _advance(self) -> None:
-        """Let happen what is due, hand it out, and set the timer for what comes next."""
+        """Run the scheduler up to now, publish and hand out what it did, and set the timer for its next event."""
         now = self._now()
         self.scheduler.handle_timer(now)
         for step in self.scheduler.steps():

@@ -290,7 +290,7 @@ class Bar(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether it is held."""
+        """Whether the value meets the bar."""
         return self.value >= self.bar if self.least else self.value <= self.bar
 
 
