@@ -22,7 +22,7 @@ from prefixroute.emulator.block_cache import BlockCache
 from prefixroute.emulator.emulator_config import EngineConfig, KvEventsConfig
 from prefixroute.emulator.event_socket import EventPublisher
 from prefixroute.emulator.metrics_page import Metric, render, single
-from prefixroute.emulator.protocol import Call
+from prefixroute.emulator.protocol import ApiCall
 from prefixroute.emulator.scheduler import CANCELLED, Busy, Load, Output, RunningSequence, Scheduler
 from prefixroute.emulator.vllm_wire import Batch
 
@@ -101,7 +101,7 @@ class EngineDriver:
 
     # --- serving -------------------------------------------------------------------------------------------
 
-    def submit(self, call: Call, answer: Answer) -> Generation:
+    def submit(self, call: ApiCall, answer: Answer) -> Generation:
         """Begin to serve a request; raises Busy past a limit, or when the engine is stopped."""
         if not self.running:
             raise Busy("stopped", "The engine is not running.")
