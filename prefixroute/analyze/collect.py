@@ -1,4 +1,4 @@
-"""One pass over a log: what is kept of it, by model and tenant.
+"""One pass over a log: what the collector keeps of it, by model and tenant.
 
 Rules:
 1. Memory is bounded by the constants below, however long the log is.
@@ -67,7 +67,7 @@ class Kept(NamedTuple):
 
 
 class Scope:
-    """Blocks that may be shared: exact until it is too much, then sampled."""
+    """Blocks that may share a cache: counted exactly at first, and by a sample once there are too many."""
 
     def __init__(self, limits: Limits) -> None:
         self._limit = limits.sample_blocks
@@ -84,7 +84,7 @@ class Scope:
             self._curve = Sampled.following(self._curve, self._limit)
 
     def access(self, keys: Keys, listed: Sequence[int], tenant: str) -> int:
-        """Count a request; return its leading blocks that were had before, or at least so many where it is sampled."""
+        """Count a request; return how many leading blocks were seen before (a lower bound where blocks are sampled)."""
         if isinstance(self._curve, ExactCurve):
             return self._curve.access(listed, tenant)
         return self._curve.access(keys, listed, tenant)

@@ -27,7 +27,7 @@ from prefixroute.sim.parallel import run_all
 from prefixroute.sim.serving.figures import Figures, figures
 from prefixroute.sim.serving.loop import Gossiping, ServedRequests, ServingSettings, Unrouted
 from prefixroute.sim.serving.serving_engine import LruBlocks, Speed
-from prefixroute.sim.serving.workloads import Arrival, ArrivalTrace, SimulatedPrompt
+from prefixroute.sim.serving.workloads import ArrivalTrace, RequestArrival, SimulatedPrompt
 
 from .collect import Kept
 from .prompt_keys import Keys, salted
@@ -42,7 +42,7 @@ WARM = 0.25
 """Share of the requests that only fill the caches. A short log would be all about empty ones otherwise."""
 
 PAYS = 0.05
-"""Least gain that is called one, as a share of the mean time to first token."""
+"""Smallest share of the mean time to first token that counts as a gain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def _mean(values: Sequence[float]) -> float:
 # --- requests for the simulator ----------------------------------------------------------------------------
 
 
-class _Request(NamedTuple):
+class _SimulatedRequest(NamedTuple):
     at: float | None
     keys: Keys
     tokens: int
@@ -209,7 +209,7 @@ class _Request(NamedTuple):
     topic: int
 
 
-def _coarse(kept: Sequence[Kept], apart: bool) -> list[_Request]:
+def _coarse(kept: Sequence[Kept], apart: bool) -> list[_SimulatedRequest]:
     """Requests with a block, of which one is of so many of the log's that none has too many."""
     several = [one for one in kept if len(one.prompt.keys)]
     if not several:
@@ -222,14 +222,14 @@ def _coarse(kept: Sequence[Kept], apart: bool) -> list[_Request]:
     for at, tenant, (keys, tokens, block_tokens) in several:
         if apart:
             keys = salted(keys, salts.setdefault(tenant, len(salts) + 1))
-        found.append(_Request(at, keys[most - 1 :: most], tokens, block_tokens * most, int(keys[0])))
+        found.append(_SimulatedRequest(at, keys[most - 1 :: most], tokens, block_tokens * most, int(keys[0])))
     if _own_times(found):
         # Logs are written when requests end, or exported with the newest first.
         found.sort(key=lambda request: request.at or 0.0)
     return found
 
 
-def _own_times(requests: Sequence[_Request]) -> bool:
+def _own_times(requests: Sequence[_SimulatedRequest]) -> bool:
     """Whether each has a time, and not all the same."""
     told = {request.at for request in requests}
     return None not in told and len(told) > 1
@@ -239,7 +239,7 @@ def _warming(requests: Sequence[Any]) -> int:
     return int(len(requests) * WARM)
 
 
-def _trace(requests: Sequence[_Request], nodes: int, seed: int) -> ArrivalTrace:
+def _trace(requests: Sequence[_SimulatedRequest], nodes: int, seed: int) -> ArrivalTrace:
     """The requests as the simulator has them, with a mean rate of 1. Tokens are made of the keys."""
     rng = random.Random(f"{seed}/analyze")
     size = requests[0].block_tokens
@@ -258,11 +258,11 @@ def _trace(requests: Sequence[_Request], nodes: int, seed: int) -> ArrivalTrace:
         seen.update(handles)
         chain = kitchen.chain(packed)
         prompt = SimulatedPrompt(chain, packed, shared, chain.depth)
-        arrivals.append(Arrival(at, rng.randrange(nodes), request.topic & 0x7FFFFFFF, prompt))
+        arrivals.append(RequestArrival(at, rng.randrange(nodes), request.topic & 0x7FFFFFFF, prompt))
     return ArrivalTrace("log", tuple(arrivals), len(seen) * size, domain)
 
 
-def _times(requests: Sequence[_Request], rng: random.Random) -> list[float]:
+def _times(requests: Sequence[_SimulatedRequest], rng: random.Random) -> list[float]:
     """Times with a mean rate of 1: the log's, or drawn when it has none or they are all the same."""
     if _own_times(requests):
         told = [request.at or 0.0 for request in requests]
@@ -275,7 +275,7 @@ def _times(requests: Sequence[_Request], rng: random.Random) -> list[float]:
     return times
 
 
-def _runs(task: tuple[Sequence[_Request], GainSettings, int]) -> _Seed:
+def _runs(task: tuple[Sequence[_SimulatedRequest], GainSettings, int]) -> _Seed:
     requests, settings, seed = task
     unit = _trace(requests, settings.nodes, seed)
     speed = Speed(settings.overhead_ms / 1000, 1 / settings.prefill_tokens_per_s)

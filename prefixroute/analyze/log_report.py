@@ -21,7 +21,7 @@ from .stack import SIZES, HitCurve
 from .verdict import FEW, Seen, Verdict, judge
 
 SMALLEST = 16
-"""Blocks of the smallest cache that is shown."""
+"""Blocks of the smallest cache in the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a report has: so many prefixes and tenants, and the simulation, None for none."""
+    """What a report contains: how many prefixes and tenants, and the settings of the simulation (None for none)."""
 
     prefixes: int = 10
     tenants: int = 10

@@ -76,7 +76,7 @@ class TopPrefixes:
         followed[key] = Followed(matched * block_tokens, 2 + error, error, parent, first, shown)
 
     def _make_room(self) -> int:
-        """Give up the tenth that saves least; return what the best of them had."""
+        """Drop the tenth of the prefixes that saves least; return the largest request count among them."""
         order = sorted(self._followed, key=lambda key: self._followed[key].requests)
         error = 0
         for key in order[: max(1, self.limit // 10)]:
@@ -99,7 +99,7 @@ class TopPrefixes:
 
 
 class Zipf(NamedTuple):
-    """A fitted exponent with its 95 % interval, over so many prefixes and requests."""
+    """A fitted exponent with its 95 % interval, and how many prefixes and requests it is fitted to."""
 
     exponent: float
     low: float

@@ -53,7 +53,7 @@ class ProgressLine:
         self._open = False
 
     def __call__(self, done: int) -> None:
-        """Tell that so many bytes were read."""
+        """Show that `done` bytes were read."""
         now, live = time.monotonic(), sys.stderr.isatty()
         if now - self._told_at < (LIVE_S if live else EVERY_S):
             return
@@ -73,7 +73,7 @@ class ProgressLine:
 
 
 def said(done: int, total: int, took_s: float) -> str:
-    """Say how far `done` of `total` bytes is, after so many seconds."""
+    """Return a line of progress: `done` of `total` bytes after `seconds`."""
     rate = done / max(took_s, 1e-9)
     text = f"read {done / 1e6:,.0f}" + (f" of {total / 1e6:,.0f} MB" if total else " MB") + f", {rate / 1e6:.1f} MB/s"
     return text + (f", {max(total - done, 0) / max(rate, 1.0):.0f} s left " if total else " ")

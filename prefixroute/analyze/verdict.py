@@ -131,7 +131,7 @@ def judge(seen: Seen, gain: Gain | None) -> Verdict:
 
 
 def _zones(gain: Gain, break_even_ms: float) -> str:
-    """Say between which nodes to route: a zone is what is so near together."""
+    """Say between which nodes to route: a zone is a group of nodes that are this near to each other."""
     if gain.open_ended:
         return f"Route, in one zone of all nodes that are up to {break_even_ms:.3g} ms apart (one way), or farther."
     far = next((row.delay_ms for row in gain.delays if row.delay_ms > break_even_ms), gain.delays[-1].delay_ms)

@@ -163,7 +163,7 @@ class BlockCache:
         lease.tokens.append(token)
 
     def fill(self, lease: Lease, computed: int) -> None:
-        """The first `computed` tokens have been computed: cache every block that is full now."""
+        """Note that the first `computed` tokens are computed, and cache every block that is now full."""
         full = computed // self.block_size
         if lease.released or full > len(lease.blocks) or computed > len(lease.tokens):
             raise UsageError("a sequence can only fill blocks that it has grown to")

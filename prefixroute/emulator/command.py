@@ -91,7 +91,7 @@ def config_of(options: argparse.Namespace) -> EngineConfig:
 
 
 class _Server(uvicorn.Server):
-    """Says when it is ready, and does not wait for answers that are still being computed when it ends."""
+    """A server that prints when it is ready, and that cuts off unfinished answers when it ends."""
 
     def __init__(self, config: uvicorn.Config, engine: EmulatedEngine, ready: str) -> None:
         super().__init__(config)

@@ -22,7 +22,7 @@ from prefixroute.emulator.block_cache import BlockCache
 from prefixroute.emulator.emulator_config import EngineConfig, KvEventsConfig
 from prefixroute.emulator.event_socket import EventPublisher
 from prefixroute.emulator.metrics_page import Metric, render, single
-from prefixroute.emulator.protocol import Call
+from prefixroute.emulator.protocol import ApiCall
 from prefixroute.emulator.scheduler import CANCELLED, Busy, Load, Output, RunningSequence, Scheduler
 from prefixroute.emulator.vllm_wire import Batch
 
@@ -101,7 +101,7 @@ class EngineDriver:
 
     # --- serving -------------------------------------------------------------------------------------------
 
-    def submit(self, call: Call, answer: Answer) -> Generation:
+    def submit(self, call: ApiCall, answer: Answer) -> Generation:
         """Begin to serve a request; raises Busy past a limit, or when the engine is stopped."""
         if not self.running:
             raise Busy("stopped", "The engine is not running.")
@@ -190,7 +190,7 @@ class EngineDriver:
         return self._loop.time() if self._loop else 0.0
 
     def _advance(self) -> None:
-        """Let happen what is due, hand it out, and set the timer for what comes next."""
+        """Run the scheduler up to now, publish and hand out what it did, and set the timer for its next event."""
         now = self._now()
         self.scheduler.handle_timer(now)
         for step in self.scheduler.steps():

@@ -33,7 +33,7 @@ from prefixroute.emulator import metrics_page, protocol
 from prefixroute.emulator.answer import Answer
 from prefixroute.emulator.emulator_config import EngineConfig
 from prefixroute.emulator.engine_driver import EngineDriver, Generation
-from prefixroute.emulator.protocol import ApiError, Call, Json, Reply
+from prefixroute.emulator.protocol import ApiCall, ApiError, ApiReply, Json
 from prefixroute.emulator.scheduler import FINISHED, Busy
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -41,6 +41,9 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 
 VERSION = "0.32.0+prefixroute.emulator"
 """What /version tells: the vLLM version whose behaviour is imitated."""
+
+Parse = Callable[[Json, EngineConfig], ApiCall]
+"""Reads a request's body."""
 
 
 def build_app(engine: EngineDriver) -> Starlette:
@@ -73,7 +76,9 @@ class _Routes:
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, protocol.parse_chat, "chatcmpl")
 
-    async def _generate(self, request: Request, parse: Callable[[Json, EngineConfig], Call], prefix: str) -> Response:
+    async def _generate(
+        self, request: Request, parse: Callable[[Json, EngineConfig], ApiCall], prefix: str
+    ) -> Response:
         call = parse(protocol.parse_body(await _body(request)), self._engine.config)
         answer = Answer(call.prompt, self._engine.config.weights_seed)
         try:
@@ -81,7 +86,7 @@ class _Routes:
         except Busy as busy:
             raise ApiError(503, str(busy)) from None
         request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
-        reply = Reply(f"{prefix}-{request_id}", int(time.time()), call, answer)
+        reply = ApiReply(f"{prefix}-{request_id}", int(time.time()), call, answer)
         if call.stream:
             return _TokenStream(self._engine, generation, reply)
         async with _watched(self._engine, generation, request.receive):
@@ -132,7 +137,7 @@ class _Routes:
 class _TokenStream(Response):
     """A stream of server-sent events. As with vLLM the head is sent at once, the first event after prefill."""
 
-    def __init__(self, engine: EngineDriver, generation: Generation, reply: Reply) -> None:
+    def __init__(self, engine: EngineDriver, generation: Generation, reply: ApiReply) -> None:
         super().__init__(headers={"cache-control": "no-cache"}, media_type="text/event-stream")
         del self.headers["content-length"]
         self._engine = engine

@@ -47,7 +47,7 @@ class ApiError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ApiCall:
     """One request, checked: what to compute, and how to answer."""
 
     chat: bool
@@ -59,12 +59,12 @@ class Call:
     include_usage: bool
 
 
-class Reply(NamedTuple):
+class ApiReply(NamedTuple):
     """What is the same in all parts of one answer."""
 
     id: str
     created: int
-    call: Call
+    call: ApiCall
     answer: Answer
 
 
@@ -82,7 +82,7 @@ def parse_body(raw: bytes) -> Json:
     return body
 
 
-def parse_completion(body: Json, config: EngineConfig) -> Call:
+def parse_completion(body: Json, config: EngineConfig) -> ApiCall:
     """A /v1/completions request."""
     model, scope = parse_model(body, config)
     prompt = _prompt(body.get("prompt"), config)
@@ -90,7 +90,7 @@ def parse_completion(body: Json, config: EngineConfig) -> Call:
     return _call(body, config, model, scope, prompt, wanted, chat=False)
 
 
-def parse_chat(body: Json, config: EngineConfig) -> Call:
+def parse_chat(body: Json, config: EngineConfig) -> ApiCall:
     """A /v1/chat/completions request."""
     model, scope = parse_model(body, config)
     prompt = tuple(encode(render_chat(parse_messages(body.get("messages"))), config.tokenizer_seed))
@@ -166,7 +166,7 @@ def _call(
     wanted: int | None,
     *,
     chat: bool,
-) -> Call:
+) -> ApiCall:
     for name, only in _REFUSED:
         value = body.get(name)
         if value is not None and (value != only or type(value) is not type(only)):
@@ -195,7 +195,7 @@ def _call(
         raise ApiError(400, "'stream_options' must be an object, and needs 'stream': true", "stream_options")
     include_usage = _flag(options, "include_usage") if isinstance(options, dict) else False
     tokens = wanted or min(config.default_max_tokens, room)
-    return Call(chat, model, prompt, tokens, scope, stream, include_usage)
+    return ApiCall(chat, model, prompt, tokens, scope, stream, include_usage)
 
 
 def _positive(body: Json, name: str) -> int | None:
@@ -217,7 +217,7 @@ def _flag(body: Json, name: str) -> bool:
 # --- answers -----------------------------------------------------------------------------------------------
 
 
-def usage(call: Call, tokens: int, cached: int) -> dict[str, object]:
+def usage(call: ApiCall, tokens: int, cached: int) -> dict[str, object]:
     """The usage object; the tokens found in the cache are always told."""
     return {
         "prompt_tokens": len(call.prompt),
@@ -227,7 +227,7 @@ def usage(call: Call, tokens: int, cached: int) -> dict[str, object]:
     }
 
 
-def whole_answer(reply: Reply, tokens: int, cached: int) -> dict[str, object]:
+def whole_answer(reply: ApiReply, tokens: int, cached: int) -> dict[str, object]:
     """The body of an answer that is not streamed."""
     text = reply.answer.text(0, tokens)
     if reply.call.chat:
@@ -240,7 +240,7 @@ def whole_answer(reply: Reply, tokens: int, cached: int) -> dict[str, object]:
     return {**_envelope(reply, kind), "choices": [choice], "usage": usage(reply.call, tokens, cached)}
 
 
-def token_chunk(reply: Reply, start: int, stop: int, finish_reason: str | None) -> bytes:
+def token_chunk(reply: ApiReply, start: int, stop: int, finish_reason: str | None) -> bytes:
     """A streamed chunk with the output tokens from `start` to `stop`."""
     text = reply.answer.text(start, stop)
     if reply.call.chat:
@@ -250,12 +250,12 @@ def token_chunk(reply: Reply, start: int, stop: int, finish_reason: str | None) 
     return _event({**_envelope(reply, "text_completion"), "choices": [choice]})
 
 
-def role_chunk(reply: Reply) -> bytes:
+def role_chunk(reply: ApiReply) -> bytes:
     """The chunk that opens a streamed chat answer."""
     return _chat_chunk(reply, {"role": "assistant", "content": ""}, None)
 
 
-def usage_chunk(reply: Reply, tokens: int, cached: int) -> bytes:
+def usage_chunk(reply: ApiReply, tokens: int, cached: int) -> bytes:
     """The last chunk before the end, when usage was asked for; it has no choices."""
     kind = "chat.completion.chunk" if reply.call.chat else "text_completion"
     return _event({**_envelope(reply, kind), "choices": [], "usage": usage(reply.call, tokens, cached)})
@@ -265,12 +265,12 @@ DONE = b"data: [DONE]\n\n"
 """Ends every stream."""
 
 
-def _chat_chunk(reply: Reply, delta: Json, finish_reason: str | None) -> bytes:
+def _chat_chunk(reply: ApiReply, delta: Json, finish_reason: str | None) -> bytes:
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
     return _event({**_envelope(reply, "chat.completion.chunk"), "choices": [choice]})
 
 
-def _envelope(reply: Reply, kind: str) -> dict[str, object]:
+def _envelope(reply: ApiReply, kind: str) -> dict[str, object]:
     return {"id": reply.id, "object": kind, "created": reply.created, "model": reply.call.model}
 
 

@@ -2,7 +2,7 @@
 
 Rules:
 1. An error is one line: the file, the line, the key, what is wrong with it and what would be right.
-2. An unknown key is refused with those that are known: a misspelt one would else be a default that nobody asked for.
+2. An unknown key is refused, and the known keys are listed: a misspelt key would otherwise leave its default in force.
 """
 
 from __future__ import annotations

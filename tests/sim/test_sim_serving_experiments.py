@@ -17,7 +17,7 @@ from prefixroute.sim import parallel, plots
 from prefixroute.sim.serving import gateway_fleet, grid, paper, scenario, stress
 from prefixroute.sim.serving.cells import DEFAULT, CellSettings, run_cell
 from prefixroute.sim.serving.figures import Figures
-from prefixroute.sim.serving.workloads import Arrival, ArrivalTrace, SessionShape, maker
+from prefixroute.sim.serving.workloads import ArrivalTrace, RequestArrival, SessionShape, maker
 
 SCENARIOS = Path(__file__).parents[2] / "examples" / "scenarios"
 
@@ -124,7 +124,8 @@ def test_experiments_need_a_worker() -> None:
 def trace_of_topics(topics: list[int]) -> ArrivalTrace:
     made = maker("uniform")(1.0, 1, 1, 1)
     prompt = made.arrivals[0].prompt
-    return ArrivalTrace("made", tuple(Arrival(float(i), 0, t, prompt) for i, t in enumerate(topics)), 1, made.domain)
+    arrivals = tuple(RequestArrival(float(i), 0, topic, prompt) for i, topic in enumerate(topics))
+    return ArrivalTrace("made", arrivals, 1, made.domain)
 
 
 def test_cycles_are_counted_from_specialised_to_spread() -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from .problem import Floats, Problem, Span
 
 Wait = Callable[[int, int], float]
-"""What must be waited until a server has so many free slots, in the unit of the costs; infinite if it never has."""
+"""(server, slots) -> the wait until that server has so many slots free, in the unit of the costs; inf if never."""
 
 
 class Hop(NamedTuple):
@@ -156,7 +156,7 @@ class Assignment(NamedTuple):
 
     @property
     def flow(self) -> float:
-        """Tokens a millisecond of all of them together."""
+        """Tokens a millisecond of all requests together."""
         return sum(shared.requests for shared in self.chains) / self.ms_per_token if self.chains else 0.0
 
 

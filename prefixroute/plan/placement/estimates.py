@@ -16,7 +16,7 @@ from typing import NamedTuple
 from prefixroute.errors import UsageError
 
 UNKNOWN_RTT_MS = 300.0
-"""The round trip of a link that nobody measured: far, so that it is not chosen for being unknown."""
+"""Round trip assumed for a link without measurements: long, so that an unknown link is not preferred."""
 LEAST_MS = 1e-3
 
 WINDOWS_S = (5.0, 20.0, 80.0, 320.0)

@@ -55,7 +55,7 @@ class FleetServer(FileTable, frozen=True):
 
 
 class FleetClient(FileTable, frozen=True):
-    """Where requests come from, and which share of them."""
+    """Where requests come from, and what share of them (any unit: shares are divided by their sum)."""
 
     name: str
     site: str

@@ -62,7 +62,7 @@ class LinearModel:
         self.rows: list[Constraint] = []
 
     def variable(self, most: float, cost: float = 0.0, least: float = 0.0, whole: bool = True) -> int:
-        """Add a variable; return its number. One that is not `whole` may be so without loss."""
+        """Add a variable; return its number. One that is not `whole` may be solved as an integer without loss."""
         self.costs.append(cost)
         self.least.append(least)
         self.most.append(most)
@@ -176,7 +176,7 @@ def _cp_sat(
 
 
 def _highs(model: LinearModel, time_limit_s: float, gap: float, start: Sequence[float] | None) -> Solved:
-    """SciPy's HiGHS takes no start; what is known of it is that nothing dearer is wanted."""
+    """Solve with SciPy's HiGHS. It takes no start; the cost of the start only bounds the solution from above."""
     optimize, sparse = _import("scipy.optimize"), _import("scipy.sparse")
     rows = [*model.rows]
     priced = tuple((i, cost) for i, cost in enumerate(model.costs) if cost)

@@ -65,7 +65,7 @@ class OnlineSettings:
 
 
 class Routed(NamedTuple):
-    """A request's chain, what it is expected to wait for slots, and its booking, to be given back when it ends."""
+    """A request's chain, its expected wait for slots in seconds, and its booking, to be given back at the end."""
 
     chain: Chain
     wait_s: float
@@ -397,7 +397,7 @@ class OnlinePlanner:
 
 
 def _priced(problem: Problem, rtt_ms: Floats, decode_ms: Floats, prompt_rtt_ms: Floats | None = None) -> Problem:
-    """The problem at other prices; what concerns prompts changes as what concerns tokens, unless it is said."""
+    """The problem at other prices; prices of prompts change as those of tokens do, unless given."""
     if prompt_rtt_ms is None:
         prompt_rtt_ms = np.maximum(problem.prompt_rtt_ms + rtt_ms - problem.rtt_ms, 0.0)
     prefill = problem.prefill_ms * decode_ms / problem.decode_ms

@@ -20,7 +20,7 @@ from prefixroute.errors import UsageError
 from .chains import Hop
 
 RETRY_CAP_S = 60.0
-"""Clients that find no slot ask again after 1, 2, 4, ... seconds, and never later than this."""
+"""Clients that find no slot ask again after 1, 2, 4, ... seconds, at most this many."""
 
 
 class Booking(NamedTuple):

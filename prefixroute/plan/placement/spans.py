@@ -41,7 +41,7 @@ class Placement:
     order: tuple[int, ...] = ()
     """Servers in the order in which they were placed."""
     complete_after: int = 0
-    """How many of them cover every block for the design load; 0 when the rule does not say."""
+    """How many servers of `order` cover every block for the design load; 0 when the rule does not say."""
 
 
 def coverage(problem: Problem, spans: Sequence[Span | None]) -> NDArray[np.int64]:

@@ -40,7 +40,7 @@ class ClusterWorkload(FileTable, frozen=True):
 
 
 class ClusterModel(FileTable, frozen=True):
-    """Bytes of KV: points in MiB, or so many bytes a token and a state. `layers` overlap sending with computing."""
+    """Bytes of KV: points in MiB, or bytes a token plus a state. Sending one of `layers` overlaps the next."""
 
     kv_mib: Points = ()
     kv_bytes_per_token: float = 0.0
@@ -72,7 +72,7 @@ class ClusterLocal(FileTable, frozen=True):
 
 
 class ClusterLink(FileTable, frozen=True):
-    """The way from the pool: bandwidth, round trip, connections and what one of them carries (0: no bound)."""
+    """The link from the pool: bandwidth, round trip, connections, and the bandwidth of one connection (0: no bound)."""
 
     gbit_per_s: float
     rtt_ms: float = 20.0
@@ -128,7 +128,7 @@ _KIND = FileKind(
 
 
 def _clusters(file: ClusterFile, source: Source, folder: Path) -> PrefillClusters:
-    """Build what the file describes; every refusal names the key that is to be changed."""
+    """Build what the file describes; every error names the key to change."""
     source.at_least(0, (("pool.nodes", file.pool.nodes), ("local.alone_nodes", file.local.alone_nodes)))
     source.at_least(
         1,

@@ -31,7 +31,7 @@ FULL = 0.9
 
 
 class LinkState(NamedTuple):
-    """What a link is like: share used, seconds until what waits for it is sent, and share of packets sent again."""
+    """State of a link: share used, seconds of queued KV, and share of packets sent again."""
 
     utilisation: float
     queue_s: float = 0.0
@@ -131,9 +131,9 @@ class ThresholdController:
         self.optimum = _tokens(optimum)
         """t_opt in tokens, from the plan."""
         self.threshold_tokens = optimum
-        """What is in force."""
+        """Threshold in force, in tokens."""
         self.moves = 0
-        """Changes of what is in force, so far."""
+        """How often the threshold in force has changed."""
         self._aim = optimum
         self._rising: bool | None = None
         self._turned_at = -inf
@@ -238,7 +238,7 @@ def relief_threshold(
 
 
 class Rebalance(NamedTuple):
-    """What the slow loop found: a plan for the nodes as they are to be, and who changes its role: "", or a role."""
+    """What the slow loop found: the new plan, and the role that one node changes to ("" if none changes)."""
 
     plan: PrefillRates
     converted_to: str = ""

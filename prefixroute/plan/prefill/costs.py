@@ -128,7 +128,7 @@ class KvBytes:
 
     @property
     def whole_only(self) -> bool:
-        """Whether some of it is of use only at the length at which it was stored: states, and windows."""
+        """Whether some of the KV (states, windows) is reusable only at the length at which it was stored."""
         return self.state_bytes > 0 or bool(self.windows)
 
 

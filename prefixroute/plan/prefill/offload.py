@@ -11,7 +11,7 @@ Rules:
 1. B_eff is what the link has left and what its connections carry: min(B (1 - utilisation), connections x B_conn).
 2. A margin asks besides that the link sustains it: B_eff >= S(u_r) / T_r(u_r) (1 + margin). One prompt may well pay on
    a link that a stream of them would fill.
-3. Nothing is rounded in favour of the pool: on a tie the prompt stays.
+3. On a tie the prompt stays here.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def offload_gain(
 
 
 class Line(NamedTuple):
-    """A cost that is a line: so much, and so much a token."""
+    """A cost that is linear in the tokens: `fixed` + `per_token` x tokens."""
 
     fixed: float
     per_token: float

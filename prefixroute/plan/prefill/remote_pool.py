@@ -45,7 +45,7 @@ class Offload(NamedTuple):
 
 
 class PrefillPool:
-    """A pool as its users see it: costs, link, threshold, and what it is taken to have in front of it.
+    """A pool as its users see it: costs, link, threshold, and the estimated work that waits there.
 
     `cached_tokens` tells how much of a prompt the pool holds; without it, nothing. Raises `UsageError`.
     """
@@ -80,7 +80,7 @@ class PrefillPool:
         return min(self._cached_tokens(chain), chain.n_tokens - 1) if self._cached_tokens else 0
 
     def report(self, now: float, wait_s: float = 0.0, queued_bytes: float = 0.0, utilisation: float = 0.0) -> None:
-        """Take what is so: seconds until a node is free, bytes that wait for the link, share of it that others use."""
+        """Take the pool's real state: seconds until a node is free, bytes queued for the link, share of others."""
         if not (wait_s >= 0 and queued_bytes >= 0 and 0 <= utilisation <= 1):
             raise UsageError("a pool reports wait_s >= 0, queued_bytes >= 0 and a utilisation of 0 to 1")
         self._at = now

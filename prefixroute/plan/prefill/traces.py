@@ -30,7 +30,7 @@ _TIMES = ("timestamp", "arrival_time_ns", "TIMESTAMP")
 
 
 class TraceRequest(NamedTuple):
-    """One request: seconds since the first one, None without times; prompt tokens; those of them that were cached."""
+    """One request: seconds since the first one (None without times), prompt tokens, and how many were cached."""
 
     at: float | None
     tokens: int

@@ -59,7 +59,7 @@ class _Session(NamedTuple):
 
 
 class ChangingWorld:
-    """One run. `adapt=False` keeps the placement and costs that it began with; routing still sees what is booked."""
+    """One run. With `adapt=False` placement and costs stay as at the beginning; routing still sees the bookings."""
 
     def __init__(
         self,

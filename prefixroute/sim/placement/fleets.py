@@ -19,7 +19,7 @@ from .wan import Wan
 
 
 class ServerKind(NamedTuple):
-    """A kind of server: memory, decode and prefill of a block, and what PETALS measures of it, a second."""
+    """A kind of server: its memory, the times of a block, and PETALS' rates (`PetalsRates`)."""
 
     memory_bytes: float
     decode_ms: float
@@ -58,7 +58,7 @@ KV_BYTES_PER_TOKEN = 57344
 
 
 class MadeFleet(NamedTuple):
-    """A fleet at a load of one request, raw round trips, PETALS' view of it, and the generator that goes on."""
+    """A drawn fleet at a load of one request, its raw round trips in milliseconds, PETALS' rates, and the generator."""
 
     problem: Problem
     raw_rtt_ms: np.ndarray[tuple[int, int], np.dtype[np.float64]]

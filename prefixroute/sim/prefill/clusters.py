@@ -63,7 +63,7 @@ def bursty(
 
 
 class LinkChange(NamedTuple):
-    """From `at` on the link carries so many bytes a second."""
+    """The link carries `bytes_per_s` from second `at` on."""
 
     at: float
     bytes_per_s: float
@@ -287,7 +287,7 @@ class PrefillRun:
         self._plan(now + self._setup.rebalance_s, _REPLAN, 0)
 
     def _convert(self, role: str, now: float) -> None:
-        """Have a node change its role: it takes nothing new, and changes when it is through with what it has."""
+        """Have a node change its role: it takes no new work, and changes when it has finished its present work."""
         if role == "prefill":
             # Decode slots are alike here: the node's are those that become free next.
             self._slots -= self._setup.decode.slots

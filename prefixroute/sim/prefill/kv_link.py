@@ -99,7 +99,7 @@ class SharedLink:
         return done
 
     def _share(self) -> None:
-        """Fill the bounds from the smallest up; who is bounded by less than an even share leaves more to the others."""
+        """Fill the bounds from the smallest up: a transfer bounded below an even share leaves more to the others."""
         left, waiting = self.bytes_per_s, sorted(self._open.values(), key=lambda transfer: transfer.bound)
         self._limited = False
         for i, transfer in enumerate(waiting):

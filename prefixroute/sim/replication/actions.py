@@ -21,7 +21,7 @@ MAX_NODES = 6
 FIRST_INCARNATION = 100
 
 
-class World:
+class ScheduleWorld:
     """A network and what a schedule must remember of it: which incarnation each node or second endpoint had last."""
 
     def __init__(self, seed: int, nodes: int, settings: NodeSettings, *, trace: bool = False) -> None:
@@ -50,7 +50,7 @@ class World:
 def _engine(method: str) -> Callable[..., None]:
     """An action of a node's engine."""
 
-    def act(world: World, name: str, *arguments: Any) -> None:
+    def act(world: ScheduleWorld, name: str, *arguments: Any) -> None:
         engine = world.net.engines.get(f"{name}/0")
         if engine is not None:
             call = getattr(engine, method)
@@ -62,23 +62,23 @@ def _engine(method: str) -> Callable[..., None]:
     return act
 
 
-def _restart(world: World, name: str, step: int) -> None:
+def _restart(world: ScheduleWorld, name: str, step: int) -> None:
     if name in world.net.nodes:
         world.net.stop(name)
         world.start(name, world.lives[name] + step)
 
 
-def _stop(world: World, name: str) -> None:
+def _stop(world: ScheduleWorld, name: str) -> None:
     if name in world.net.nodes and len(world.net.nodes) > 2:
         world.net.stop(name)
 
 
-def _start(world: World, name: str) -> None:
+def _start(world: ScheduleWorld, name: str) -> None:
     if name not in world.net.nodes and len({*world.names, name}) <= MAX_NODES:
         world.start(name, world.lives.get(name, FIRST_INCARNATION) + 1)
 
 
-def _retire(world: World, name: str) -> None:
+def _retire(world: ScheduleWorld, name: str) -> None:
     """Stop a node, and tell all others that it is gone for good."""
     if name in world.net.nodes and len(world.net.nodes) > 2:
         world.net.stop(name)
@@ -87,13 +87,13 @@ def _retire(world: World, name: str) -> None:
             world.net.act(other, lambda node, now: node.remove_peer(name, now))
 
 
-def _leave(world: World, name: str) -> None:
+def _leave(world: ScheduleWorld, name: str) -> None:
     """Let a node take its leave, then stop it."""
     if name in world.net.nodes and name not in world.net.paused and len(world.net.nodes) > 2:
         world.net.leave(name)
 
 
-def _add_endpoint(world: World, name: str) -> None:
+def _add_endpoint(world: ScheduleWorld, name: str) -> None:
     """Let a node own a second endpoint, of a later life than the last of that name."""
     endpoint = f"{name}/1"
     if name in world.net.nodes and endpoint not in world.net.engines:
@@ -102,35 +102,35 @@ def _add_endpoint(world: World, name: str) -> None:
         world.net.act(name, lambda node, now: world.net.engines[endpoint].store(8, now))
 
 
-def _drop_endpoint(world: World, name: str) -> None:
+def _drop_endpoint(world: ScheduleWorld, name: str) -> None:
     if f"{name}/1" in world.net.engines:
         world.net.remove_endpoint(name, f"{name}/1")
 
 
-def _split(world: World, one: str) -> None:
+def _split(world: ScheduleWorld, one: str) -> None:
     group = one.split(",")
     world.net.split(group, [name for name in world.names if name not in group])
 
 
-def _one_way(world: World, source: str, to: str) -> None:
+def _one_way(world: ScheduleWorld, source: str, to: str) -> None:
     world.net.block_one_way(source, to)
 
 
-def _pause(world: World, name: str, what_comes: str) -> None:
+def _pause(world: ScheduleWorld, name: str, what_comes: str) -> None:
     if name in world.net.nodes:
         world.net.pause(name, buffers=what_comes == "waits")
 
 
-def _jump(world: World, name: str, seconds: float) -> None:
+def _jump(world: ScheduleWorld, name: str, seconds: float) -> None:
     if name in world.net.nodes:
         world.net.jump(name, seconds)
 
 
-def _links(world: World, loss: float, duplicate: float, late: float, late_s: float, slow_s: float) -> None:
+def _links(world: ScheduleWorld, loss: float, duplicate: float, late: float, late_s: float, slow_s: float) -> None:
     world.net.link = Link((0.0005, 0.002 + slow_s), loss, duplicate, late, late_s)
 
 
-def _lossy(world: World, source: str, to: str, loss: float) -> None:
+def _lossy(world: ScheduleWorld, source: str, to: str, loss: float) -> None:
     world.net.links[source, to] = dataclasses.replace(world.net.link, loss=loss)
 
 

@@ -2,8 +2,8 @@
 
 Rules:
 1. Blocks form a tree: prompts fork from each other, and a block goes only after all blocks below it.
-2. Handles are never used twice in one life of the engine's process, and start anew in the next.
-3. It holds no clock: whoever drives it says when.
+2. An engine process never uses a handle twice; the next process starts again from the first one.
+3. It holds no clock: the caller passes `now`.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class Engine:
         self._tell(now, BlocksCleared())
 
     def restart(self, now: float) -> None:
-        """Begin a new life of the engine's process with an empty cache, while its node lives on."""
+        """Restart the engine's process with an empty cache, while its node runs on."""
         self._empty()
         self._handle = 1
         self._tell(now, StreamRestarted())
 
     def lose(self, blocks: int, now: float) -> None:
-        """Cache a prompt of which the node hears nothing but that messages were lost."""
+        """Cache a prompt; the node hears only that messages were lost."""
         self._extend([], (), self._prompt(blocks), None)
         self._tell(now, StreamGap(1))
 

@@ -1,7 +1,7 @@
 """What links do to datagrams: delay, loss, repetition, lateness. Drawn from the simulator's one generator.
 
 Rules:
-1. A link is one-way: (from, to) has its own, so that asymmetric paths can be said.
+1. A link is one-way: (from, to) has its own, so paths can be asymmetric.
 2. Reordering needs no rule of its own: two datagrams whose delays differ enough change places.
 """
 

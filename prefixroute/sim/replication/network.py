@@ -6,7 +6,7 @@ Rules:
    number of nodes.
 3. A node reads its own clock: virtual time plus an offset that jumps forward only. A wall clock that goes back shows as
    an incarnation that goes back when the node starts anew.
-4. What is under way when its sender stops still arrives; what arrives for a name goes to the life that has it now.
+4. A datagram still arrives when its sender has stopped; it goes to the node that has the address at that moment.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Network:
     # --- paths ---------------------------------------------------------------------------------------------
 
     def block(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Let nothing through between these pairs, from now on and of what is under way."""
+        """Let nothing through between these pairs, neither new datagrams nor those under way."""
         for one, other in pairs:
             self.blocked |= {(one, other), (other, one)}
 
@@ -258,9 +258,9 @@ class Network:
         return self._trace.hexdigest() if self._trace is not None else ""
 
     def _wake(self) -> None:
-        """Plan the timers of who is not paused; who was, finds in the socket's buffer what came meanwhile.
+        """Plan the timers of nodes that run; one that was paused also finds the datagrams in its socket's buffer.
 
-        Which of the two a process sees first is open.
+        A resumed process may see its timer or its socket first: a draw decides.
         """
         for name, host in self.hosts.items():
             if name in self.paused:

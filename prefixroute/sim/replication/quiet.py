@@ -6,7 +6,7 @@ from .network import Network
 from .oracle import InvariantError, Violation
 
 REFIT_ROUNDS = 20
-"""Rounds within which a set that is published anew in quiet is everywhere."""
+"""Rounds within which every node has a set that was published in quiet."""
 
 
 def quiet_rounds(net: Network) -> float:

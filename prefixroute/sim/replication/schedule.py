@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from prefixroute import NodeSettings, UsageError
 
-from .actions import ACTIONS, MAX_NODES, World
+from .actions import ACTIONS, MAX_NODES, ScheduleWorld
 from .network import Network
 from .oracle import InvariantError, Violation
 from .quiet import settle
@@ -190,7 +190,7 @@ def play(schedule: Schedule, *, trace: bool = False, quiet: bool = True) -> Sche
     world = None
     rounds = 0.0
     try:
-        world = World(schedule.seed, schedule.nodes, schedule.settings, trace=trace)
+        world = ScheduleWorld(schedule.seed, schedule.nodes, schedule.settings, trace=trace)
         for step in schedule.steps:
             times.append(world.net.now)
             # By step, so that leaving one out changes little of what comes later.

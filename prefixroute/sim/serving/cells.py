@@ -68,7 +68,7 @@ class CellSettings:
 
 
 class RunOf(NamedTuple):
-    """One run of a cell, with the trace that it is of."""
+    """One run of a cell, and its trace."""
 
     served: ServedRequests
     trace: ArrivalTrace

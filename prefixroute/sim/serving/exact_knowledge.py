@@ -89,12 +89,12 @@ class ExactKnowledge(Unrouted):
         return target
 
     def accept(self, attempt: Attempt, now: float) -> bool:
-        """Note that it is on its way no longer."""
+        """Note that the request has arrived."""
         del self._flying[attempt.target][attempt.job.index]
         return True
 
     def serve(self, attempt: Attempt, now: float) -> None:
-        """Count it where it came."""
+        """Count the arrival at its target, and serve it."""
         self._came[attempt.target] = (1.0 + self._recent(attempt.target, now), now)
         super().serve(attempt, now)
 
@@ -103,7 +103,7 @@ class ExactKnowledge(Unrouted):
         return count * exp((at - now) / ARRIVALS_S)
 
     def admitted(self, attempt: Attempt, batch: Any, now: float) -> None:
-        """Let the oracle hear of it."""
+        """Give the oracle the engine's events."""
         self._oracle.apply(self._endpoints[attempt.target], batch, now)
 
     def _seen_from(self, origin: int, candidate: Candidate, blocks: Sequence[int], now: float) -> Candidate:

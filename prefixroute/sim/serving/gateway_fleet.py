@@ -30,7 +30,7 @@ from ..clock import Agenda
 from ..parallel import Progress, add_run_options, add_seed_options, check_writable, run_all, seeds_of, write_json
 from .cells import DEFAULT
 from .serving_engine import LruBlocks, ServingEngine, Speed
-from .workloads import Arrival, ArrivalTrace, SessionShape, session_arrivals, simulated_domain
+from .workloads import ArrivalTrace, RequestArrival, SessionShape, session_arrivals, simulated_domain
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class GatewayRequest:
 
     __slots__ = ("arrival", "cached", "decision", "engine", "follows", "gateway", "sent_at")
 
-    def __init__(self, arrival: Arrival, gateway: int, follows: bool) -> None:
+    def __init__(self, arrival: RequestArrival, gateway: int, follows: bool) -> None:
         self.arrival = arrival
         self.gateway = gateway
         self.follows = follows

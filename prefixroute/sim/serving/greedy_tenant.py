@@ -31,7 +31,7 @@ from ..parallel import Progress, add_run_options, add_seed_options, check_writab
 from .cells import DEFAULT
 from .loop import Attempt, Gossiping, Job, MakePolicy, ServedRequests, ServingSettings
 from .serving_engine import Speed
-from .workloads import Arrival, ArrivalTrace, SimulatedPrompt, random_words
+from .workloads import ArrivalTrace, RequestArrival, SimulatedPrompt, random_words
 
 GREEDY = 0
 """The greedy tenant's number; the light ones follow."""
@@ -125,9 +125,8 @@ def trace_of(settings: TenantsSettings, seed: int) -> ArrivalTrace:
             tokens = memoryview(packed).cast("I")
             chain = kitchen.chain(tokens, namespace=tenants.namespace(names[who]))
             shared = lengths[who][which] // domain.block_size
-            arrivals.append(
-                Arrival(at, rng.randrange(settings.nodes), who, SimulatedPrompt(chain, tokens, shared, chain.depth))
-            )
+            prompt = SimulatedPrompt(chain, tokens, shared, chain.depth)
+            arrivals.append(RequestArrival(at, rng.randrange(settings.nodes), who, prompt))
             at += rng.expovariate(rate)
 
     draw(light_rate, partial(rng.randrange, 1, settings.light + 1), tail)
@@ -291,7 +290,7 @@ class Bar(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether it is held."""
+        """Whether the value meets the bar."""
         return self.value >= self.bar if self.least else self.value <= self.bar
 
 

@@ -34,7 +34,7 @@ from prefixroute import (
 
 from ..clock import Agenda
 from .serving_engine import LruBlocks, ServingEngine, Speed
-from .workloads import Arrival, ArrivalTrace
+from .workloads import ArrivalTrace, RequestArrival
 
 MakePolicy = Callable[[], Policy]
 
@@ -119,7 +119,7 @@ class Job:
 
     __slots__ = ("answered", "arrival", "decision", "index", "origin", "tries")
 
-    def __init__(self, index: int, arrival: Arrival, origin: int) -> None:
+    def __init__(self, index: int, arrival: RequestArrival, origin: int) -> None:
         self.index = index
         self.arrival = arrival
         self.origin = origin

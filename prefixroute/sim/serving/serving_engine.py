@@ -251,7 +251,7 @@ class ServingEngine:
         self.server: BatchServer | FifoServer = self._make()
 
     def crash(self) -> None:
-        """Lose cache and queue. What the server had planned still fires, for a life that is over."""
+        """Lose cache and queue. What the old server had planned still happens; `life` tells it apart."""
         self.life += 1
         self.cache.clear()
         self.server = self._make()

@@ -123,7 +123,7 @@ def _run_row(task: tuple[int, str, int, int | None]) -> StressRatios:
 
 
 def _silent(seed: int) -> float:
-    """Most of an origin's first 200 forwards that it tried on a node that gossips and answers nobody."""
+    """Return the most forwards, of an origin's first 200, that went to a node that gossips but answers nothing."""
     run, begin, end = _guarded("silent", seed)
     most = 0
     for origin in range(1, run.settings.nodes):
@@ -138,7 +138,7 @@ LIES = {
     "its speed and its load": (("slow", "hide_load"), ("slow",)),
     "everything": (("claim_all", "slow", "hide_load"), ("cold", "slow")),
 }
-"""What a node lies about: the faults of the liar, and those of its truthful twin, who is as bad and says so."""
+"""By lie: the fault of the liar, and the fault of a truthful twin that is as bad and says so."""
 
 
 def _lies(about: str) -> Callable[[int], float]:

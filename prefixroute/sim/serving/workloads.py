@@ -64,7 +64,7 @@ class SimulatedPrompt:
         return self._blocks
 
 
-class Arrival(NamedTuple):
+class RequestArrival(NamedTuple):
     """One request: when it comes (seconds), at which node (from 0), its topic or session, and the prompt."""
 
     at: float
@@ -77,7 +77,7 @@ class ArrivalTrace(NamedTuple):
     """All requests of a run in order of time; `prefix_tokens` is what shares of capacity refer to."""
 
     name: str
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[RequestArrival, ...]
     prefix_tokens: int
     domain: Domain
 
@@ -172,7 +172,7 @@ def _with_prompts(
         else:
             prompt = _prompt(domain, packed, depth, depth, blocks.get(topic, ()))
             blocks[topic] = prompt.blocks
-        arrivals.append(Arrival(at, origin, topic, prompt))
+        arrivals.append(RequestArrival(at, origin, topic, prompt))
     return ArrivalTrace(name, tuple(arrivals), sum(lengths), domain)
 
 
@@ -222,7 +222,7 @@ def session_arrivals(
         turn = min(max(int(rng.lognormvariate(*shape.turn_log)), low), high)
         distinct += turn
         told[session] += random_words((4, seed, i), turn)
-        arrivals.append(Arrival(at, origin, session, _prompt(domain, told[session], shared, None)))
+        arrivals.append(RequestArrival(at, origin, session, _prompt(domain, told[session], shared, None)))
         if rng.random() < 1 / shape.turns:
             told[session] = b""
             running[place] = begin()
@@ -235,7 +235,7 @@ def short_prompts(requests: int, origins: int, seed: int, tokens: int = 12) -> A
     drawn = topic_arrivals(0.0, requests, origins, seed)
     prompts = [_prompt(domain, random_words((6, seed, i), tokens), 0, None) for i in range(requests)]
     return ArrivalTrace(
-        "short", tuple(Arrival(s.at, s.origin, i, prompts[i]) for i, s in enumerate(drawn)), tokens, domain
+        "short", tuple(RequestArrival(s.at, s.origin, i, prompts[i]) for i, s in enumerate(drawn)), tokens, domain
     )
 
 
@@ -267,7 +267,7 @@ def read_mooncake(path: Path, requests: int, origins: int, seed: int, skip: int 
         shared = next((k for k, i in enumerate(ids) if i not in seen), len(ids))
         seen.update(ids)
         prompt = _prompt(domain, packed, min(shared, n // TRACE_BLOCK), None)
-        arrivals.append(Arrival((at - first) / pace, rng.randrange(origins), ids[0] if ids else 0, prompt))
+        arrivals.append(RequestArrival((at - first) / pace, rng.randrange(origins), ids[0] if ids else 0, prompt))
     return ArrivalTrace("mooncake", tuple(arrivals), TRACE_BLOCK * len(seen), domain)
 
 
