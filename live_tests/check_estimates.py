@@ -131,7 +131,7 @@ async def compare(url: str, model: str, source: EventSource, wanted: Iterator[As
 async def own_engine() -> AsyncIterator[RunningEngine]:
     """Start a vLLM with a cache of 6,400 tokens for the length of the block."""
     (port,) = free_ports(1, socket.SOCK_STREAM)
-    with tempfile.TemporaryDirectory(prefix="lan4-check-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="check-", ignore_cleanup_errors=True) as folder:
         events, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
         launcher = VllmLauncher(EngineSpec("check", port, events, replay, "", 16, _OWN_BLOCKS, 0, Path(folder)))
         try:
@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the check; exit status 0 when all estimates were exact, 1 when not or when it failed, 2 for a mistake."""
     parser = argparse.ArgumentParser(description="Compare estimated cache hits with what a real engine reports.")
     parser.add_argument("--url", help="a running vLLM; without it one is started")
-    parser.add_argument("--model", default="lan4", help="the name it serves")
+    parser.add_argument("--model", default=VllmLauncher.model, help="the name it serves")
     parser.add_argument("--events", default="tcp://*:5557", help="its event endpoint, if it cannot tell (before 0.31)")
     parser.add_argument("--replay", help="its replay endpoint, likewise")
     parser.add_argument("--requests", type=int, default=400)

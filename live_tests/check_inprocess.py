@@ -41,12 +41,13 @@ from check_estimates import Asked, ask, requests
 from prefixroute_inproc import TapFollower, sources_of_tap
 from prefixroute_launch.launcher import EngineSpec
 from prefixroute_launch.processes import ProcessError, free_ports
+from prefixroute_launch.real_engine import RealLauncher
 from prefixroute_launch.sglang_launcher import SglangLauncher, SglangSettings
 from prefixroute_launch.vllm_launcher import VllmLauncher, VllmSettings
 
 from prefixroute import Domain, Namespace, Node, Outcome, UsageError
 
-MODEL = "lan4"
+MODEL = RealLauncher.model
 CACHE_TOKENS = 6400
 FORGOTTEN_S = 2.0
 """How soon a killed engine's prefixes must be gone from the node."""

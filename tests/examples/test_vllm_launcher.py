@@ -267,7 +267,7 @@ def test_setup_refuses_to_guess_and_leaves_a_ready_environment_alone(tmp_path: P
     without = subprocess.run([script], capture_output=True, text=True, check=False)
     assert without.returncode != 0
     assert "usage" in without.stderr
-    version = next(line for line in script.read_text().splitlines() if line.startswith("VLLM=")).partition("=")[2]
+    version = script.read_text().partition(" version=")[2].split()[0]
     (tmp_path / f".vllm-{version}-ready").touch()
     write_program(tmp_path / "v", "")
     (tmp_path / "bin").mkdir()
