@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Hold a node's estimate of a cache hit against what a real engine reports, request by request.
 
-    python check_estimates.py                    an engine of its own (see docs/real-vllm.md), ended afterwards
-    python check_estimates.py --url URL --model NAME         a vLLM that runs, with KV-cache events on
+    python live_tests/check_estimates.py         an engine of its own (see docs/real-vllm.md), ended afterwards
+    python live_tests/check_estimates.py --url URL --model NAME     a vLLM that runs, with KV-cache events on
 
 Rules:
 1. One request at a time, and the events of one are applied before the next: what differs is an error of the
@@ -50,7 +50,7 @@ class Asked(NamedTuple):
     answer_tokens: int
 
 
-class Row(NamedTuple):
+class EstimateRow(NamedTuple):
     """What was expected of one request, and what the engine said."""
 
     prompt_tokens: int
@@ -103,7 +103,7 @@ async def ask(client: httpx.AsyncClient, url: str, model: str, asked: Asked) -> 
     return int(details["cached_tokens"])
 
 
-async def compare(url: str, model: str, source: EventSource, wanted: Iterator[Asked]) -> tuple[list[Row], Node]:
+async def compare(url: str, model: str, source: EventSource, wanted: Iterator[Asked]) -> tuple[list[EstimateRow], Node]:
     """Send the requests one by one and note what was expected of each; the node keeps the mirror."""
     node = Node("check", Domain(model=model, tokenizer=model), rng=random.Random(0), now=time.monotonic())
     endpoint = node.add_endpoint("0", url=url, incarnation=time.time_ns(), now=time.monotonic())
@@ -119,7 +119,7 @@ async def compare(url: str, model: str, source: EventSource, wanted: Iterator[As
                 decision = node.route(asked.tokens, now, namespace=Namespace(salt=asked.salt), forwarded=True)
                 reported = await ask(client, url, model, asked)
                 node.report(decision, Outcome.served(cached_tokens=reported), time.monotonic())
-                rows.append(Row(len(asked.tokens), decision.matched_tokens, reported))
+                rows.append(EstimateRow(len(asked.tokens), decision.matched_tokens, reported))
                 await quiet(follower)
     finally:
         following.cancel()
@@ -131,7 +131,7 @@ async def compare(url: str, model: str, source: EventSource, wanted: Iterator[As
 async def own_engine() -> AsyncIterator[RunningEngine]:
     """Start a vLLM with a cache of 6,400 tokens for the length of the block."""
     (port,) = free_ports(1, socket.SOCK_STREAM)
-    with tempfile.TemporaryDirectory(prefix="lan4-check-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="check-", ignore_cleanup_errors=True) as folder:
         events, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
         launcher = VllmLauncher(EngineSpec("check", port, events, replay, "", 16, _OWN_BLOCKS, 0, Path(folder)))
         try:
@@ -142,7 +142,7 @@ async def own_engine() -> AsyncIterator[RunningEngine]:
             await launcher.stop()
 
 
-def tell(rows: list[Row], node: Node) -> bool:
+def tell(rows: list[EstimateRow], node: Node) -> bool:
     """Print the comparison; True when every estimate was exact."""
     wrong = [row for row in rows if row.expected != row.reported]
     over = sum(row.expected > row.reported for row in wrong)
@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the check; exit status 0 when all estimates were exact, 1 when not or when it failed, 2 for a mistake."""
     parser = argparse.ArgumentParser(description="Compare estimated cache hits with what a real engine reports.")
     parser.add_argument("--url", help="a running vLLM; without it one is started")
-    parser.add_argument("--model", default="lan4", help="the name it serves")
+    parser.add_argument("--model", default=VllmLauncher.model, help="the name it serves")
     parser.add_argument("--events", default="tcp://*:5557", help="its event endpoint, if it cannot tell (before 0.31)")
     parser.add_argument("--replay", help="its replay endpoint, likewise")
     parser.add_argument("--requests", type=int, default=400)

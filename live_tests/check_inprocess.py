@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Start a real engine with the in-process tap, and hold a node's estimates against the cached tokens it reports.
 
-    python check_inprocess.py vllm               needs PREFIXROUTE_VLLM_ENV, see docs/real-vllm.md
-    python check_inprocess.py sglang             needs PREFIXROUTE_SGLANG_ENV, see docs/sglang.md
-    PREFIXROUTE_VLLM_PRESET=tiny python check_inprocess.py vllm --requests 100
+    python live_tests/check_inprocess.py vllm    needs PREFIXROUTE_VLLM_ENV, see examples/launch/README.md
+    python live_tests/check_inprocess.py sglang  needs PREFIXROUTE_SGLANG_ENV
+    PREFIXROUTE_VLLM_PRESET=tiny python live_tests/check_inprocess.py vllm --requests 100
 
 | phase     | what is done                                          | what must be true                             |
 |-----------|-------------------------------------------------------|-----------------------------------------------|
@@ -41,12 +41,13 @@ from check_estimates import Asked, ask, requests
 from prefixroute_inproc import TapFollower, sources_of_tap
 from prefixroute_launch.launcher import EngineSpec
 from prefixroute_launch.processes import ProcessError, free_ports
+from prefixroute_launch.real_engine import RealLauncher
 from prefixroute_launch.sglang_launcher import SglangLauncher, SglangSettings
 from prefixroute_launch.vllm_launcher import VllmLauncher, VllmSettings
 
 from prefixroute import Domain, Namespace, Node, Outcome, UsageError
 
-MODEL = "lan4"
+MODEL = RealLauncher.model
 CACHE_TOKENS = 6400
 FORGOTTEN_S = 2.0
 """How soon a killed engine's prefixes must be gone from the node."""
@@ -65,7 +66,7 @@ _POLL_S = 0.02
 _PATIENCE_S = 30.0
 
 
-class Kind(NamedTuple):
+class TappedKind(NamedTuple):
     """One engine: how it is started with a tap, and which adapter reads what it publishes."""
 
     engine: Any
@@ -78,8 +79,8 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "vllm": Kind(vllm.ENGINE, 32, VllmLauncher, VllmSettings, (), vllm.discover),
-    "sglang": Kind(
+    "vllm": TappedKind(vllm.ENGINE, 32, VllmLauncher, VllmSettings, (), vllm.discover),
+    "sglang": TappedKind(
         sglang.ENGINE,
         16,
         SglangLauncher,
@@ -100,7 +101,7 @@ def plugin_folder(folder: Path) -> Path:
     return folder
 
 
-def make_launcher(kind: Kind, spec: EngineSpec, tap: str, plugins: Path) -> Any:
+def make_launcher(kind: TappedKind, spec: EngineSpec, tap: str, plugins: Path) -> Any:
     """Return a launcher of an engine whose tap is at `tap`."""
 
     class Tapped(kind.launcher):  # type: ignore[misc, name-defined]
@@ -116,7 +117,7 @@ def make_launcher(kind: Kind, spec: EngineSpec, tap: str, plugins: Path) -> Any:
 class Checker:
     """A node beside the engine, and what its estimates were worth."""
 
-    def __init__(self, kind: Kind, tap: str, url: str) -> None:
+    def __init__(self, kind: TappedKind, tap: str, url: str) -> None:
         self._kind = kind
         self._url = url
         now = time.monotonic()
@@ -189,7 +190,7 @@ class Checker:
         self.node.apply(self.endpoint, batch, time.monotonic())
 
 
-async def check(kind: Kind, count: int, seed: int, folder: Path) -> list[str]:
+async def check(kind: TappedKind, count: int, seed: int, folder: Path) -> list[str]:
     """Run all phases; return what was wrong."""
     (port,) = free_ports(1, socket.SOCK_STREAM)
     tap, run = str(folder / "tap"), folder / "run"

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_engines import Bench, LiveEngine, Shape, open_bench
+from live_engines import EngineBench, EngineShape, LiveEngine, open_bench
 from live_memory import MemoryWatch
-from live_oracle import Tally
-from live_sidecars import Fleet, open_fleet
+from live_oracle import EstimateTally
+from live_sidecars import SidecarFleet, open_fleet
 
 WITHIN = 0.99
 """The share of requests that must be within one block of what was expected."""
@@ -32,7 +32,7 @@ TEST_TIMEOUT_S = 1800
 """A pair of engines starts within 300 s; three hundred requests on a busy machine take the most."""
 
 _BEGAN = pytest.StashKey[float]()
-_TALLY = pytest.StashKey[Tally]()
+_TALLY = pytest.StashKey[EstimateTally]()
 _PEAK = pytest.StashKey[int]()
 
 
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     config.stash[_BEGAN] = time.monotonic()
-    config.stash[_TALLY] = Tally()
+    config.stash[_TALLY] = EstimateTally()
     config.stash[_PEAK] = 0
 
 
@@ -69,14 +69,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     """Keep the engines' logs of a run in which something failed."""
     report = yield
     bench = getattr(item, "funcargs", {}).get("bench")
-    if report.failed and isinstance(bench, Bench):
+    if report.failed and isinstance(bench, EngineBench):
         bench.failed = True
         report.sections.append(("engine and sidecar logs", str(bench.folder)))
     return report
 
 
 @pytest.fixture(scope="session")
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest) -> Iterator[EngineBench]:
     """The place where engines run."""
     with open_bench() as bench:
         watch = MemoryWatch(lambda: bench.process_groups)
@@ -89,9 +89,9 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 
 @pytest.fixture
-def engines(request: pytest.FixtureRequest, bench: Bench) -> list[LiveEngine]:
+def engines(request: pytest.FixtureRequest, bench: EngineBench) -> list[LiveEngine]:
     """Engines of the shapes that the test's parameter names, with empty caches."""
-    shapes: tuple[Shape, ...] = request.param
+    shapes: tuple[EngineShape, ...] = request.param
     return bench.engines(shapes)
 
 
@@ -103,7 +103,7 @@ def engine(engines: list[LiveEngine]) -> LiveEngine:
 
 
 @pytest.fixture
-def fleet(request: pytest.FixtureRequest, bench: Bench, engines: list[LiveEngine]) -> Iterator[Fleet]:
+def fleet(request: pytest.FixtureRequest, bench: EngineBench, engines: list[LiveEngine]) -> Iterator[SidecarFleet]:
     """No sidecars yet, and a folder for them."""
     name = "".join(c if c.isalnum() else "-" for c in request.node.name)
     folder: Path = bench.folder / name
@@ -113,7 +113,7 @@ def fleet(request: pytest.FixtureRequest, bench: Bench, engines: list[LiveEngine
 
 
 @pytest.fixture
-def tally(request: pytest.FixtureRequest) -> Tally:
+def tally(request: pytest.FixtureRequest) -> EstimateTally:
     """Where compared requests are noted."""
     tally = request.config.stash[_TALLY]
     tally.where = request.node.name

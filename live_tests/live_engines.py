@@ -1,10 +1,10 @@
 """Real engines for the live suite: one at a time or a pair, on loopback, kept as long as tests ask for the same ones.
 
 Rules:
-1. An engine is started, asked, killed and ended through the example's launchers; everything here is synchronous.
+1. An engine is started, asked, killed and ended through `prefixroute_launch`; everything here is synchronous.
 2. What an engine has published is asked of its own replay socket: a test waits for that number, never for a time.
-3. A `Bench` holds one group at a time. Whoever asks for another group, or finds an engine dead, has it started; leaving
-   the bench ends everything.
+3. An `EngineBench` holds one group at a time. Who asks for another group, or finds an engine dead, has it started.
+   Leaving the bench ends everything.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class EngineShape:
     """One engine as a test wants it: its block (SGLang: page) in tokens, how many its cache has, and the rest.
 
     `lora` adds an adapter, to vLLM only.
@@ -68,7 +68,7 @@ class Shape:
         return f"{self.kind}{self.block}{'' if self.preset == 'tiny' else '-' + self.preset}"
 
 
-class Reply(NamedTuple):
+class EngineReply(NamedTuple):
     """An engine's or a sidecar's answer, as far as the suite looks at it. `cached` is -1 when it was not told."""
 
     status: int
@@ -85,7 +85,7 @@ def until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE
         time.sleep(_PAUSE_S)
 
 
-def read_reply(answer: httpx.Response) -> Reply:
+def read_reply(answer: httpx.Response) -> EngineReply:
     """Read what the suite needs of a completion or chat answer."""
     try:
         body = answer.json()
@@ -93,13 +93,13 @@ def read_reply(answer: httpx.Response) -> Reply:
         body = {}
     details = ((body.get("usage") or {}).get("prompt_tokens_details") or {}) if isinstance(body, dict) else {}
     cached = details.get("cached_tokens")
-    return Reply(answer.status_code, -1 if cached is None else int(cached), answer.headers, body)
+    return EngineReply(answer.status_code, -1 if cached is None else int(cached), answer.headers, body)
 
 
 class LiveEngine:
     """One engine process and what a test does to it."""
 
-    def __init__(self, shape: Shape, index: int, folder: Path) -> None:
+    def __init__(self, shape: EngineShape, index: int, folder: Path) -> None:
         self.shape = shape
         (port,) = free_ports(1, socket.SOCK_STREAM)
         events, replay = f"ipc://{folder}/{index}e", f"ipc://{folder}/{index}r"
@@ -166,7 +166,9 @@ class LiveEngine:
 
     # --- requests ------------------------------------------------------------------------------------------
 
-    def ask(self, tokens: Sequence[int], answer_tokens: int = 1, salt: str = "", rank: int | None = None) -> Reply:
+    def ask(
+        self, tokens: Sequence[int], answer_tokens: int = 1, salt: str = "", rank: int | None = None
+    ) -> EngineReply:
         """Send a completion straight to the engine."""
         headers = {} if rank is None else {"x-data-parallel-rank": str(rank)}
         body = completion(self.now.model, tokens, answer_tokens, salt)
@@ -249,13 +251,13 @@ def _run_of_ports(count: int) -> int:
     raise AssertionError("no neighbouring ports are free")
 
 
-class Bench:
+class EngineBench:
     """The engines that run now. Sockets and logs are in a folder of its own, which a failure leaves in place."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="pr-live-"))
         self.failed = False
-        self._shapes: tuple[Shape, ...] = ()
+        self._shapes: tuple[EngineShape, ...] = ()
         self._engines: list[LiveEngine] = []
         self._groups = 0
 
@@ -264,7 +266,7 @@ class Bench:
         """The process groups of the engines that run."""
         return [engine.running.pid for engine in self._engines if engine.running is not None]
 
-    def engines(self, shapes: tuple[Shape, ...]) -> list[LiveEngine]:
+    def engines(self, shapes: tuple[EngineShape, ...]) -> list[LiveEngine]:
         """Return engines of these shapes with empty caches, started if others or none run."""
         if shapes != self._shapes or any(engine.running is None for engine in self._engines):
             self.clear()
@@ -293,9 +295,9 @@ class Bench:
 
 
 @contextlib.contextmanager
-def open_bench() -> Iterator[Bench]:
+def open_bench() -> Iterator[EngineBench]:
     """A bench for the length of the block."""
-    bench = Bench()
+    bench = EngineBench()
     try:
         yield bench
     finally:

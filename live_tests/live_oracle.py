@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from live_sidecars import Answer, LiveSidecar
+from live_sidecars import LiveSidecar, SidecarAnswer
 
 CANONICAL = 16
 """The block of the library, in tokens."""
@@ -67,7 +67,7 @@ class Compared(NamedTuple):
 
 
 @dataclass
-class Tally:
+class EstimateTally:
     """Every request that was compared, over the whole suite. `where` names the scenario that runs."""
 
     rows: list[Compared] = field(default_factory=list)
@@ -120,7 +120,7 @@ def probes_of(rng: random.Random, held: Iterable[Sequence[int]], salt: str = "")
 
 
 def assert_residency_is_true(
-    tally: Tally, sidecar: LiveSidecar, probes: Iterable[Probe], *, whole: bool = True
+    tally: EstimateTally, sidecar: LiveSidecar, probes: Iterable[Probe], *, whole: bool = True
 ) -> list[Compared]:
     """Send the probes through `sidecar` to its engine; AssertionError lists those that were expected wrongly."""
     rows = [probed(tally, sidecar, probe, whole=whole) for probe in probes]
@@ -130,7 +130,7 @@ def assert_residency_is_true(
 
 
 def probed(
-    tally: Tally,
+    tally: EstimateTally,
     sidecar: LiveSidecar,
     probe: Probe,
     *,
@@ -143,7 +143,7 @@ def probed(
     return tally.note(probe.what, sidecar, *counted(answer), whole)
 
 
-def counted(answer: Answer) -> tuple[int, int]:
+def counted(answer: SidecarAnswer) -> tuple[int, int]:
     """Return what was expected of a served request and what was reported; AssertionError when it was not served."""
     assert answer.status == 200, answer
     assert answer.cached >= 0, "the engine does not report cached tokens"

@@ -4,7 +4,7 @@ Rules:
 1. A sidecar is the example's own program with a configuration file; nothing of it runs in the test's process.
 2. A test waits for states that can be asked for: events applied up to what the engine has published, a digest at a
    peer that equals the owner's. `settle` and `in_step` are those waits.
-3. Leaving a `Fleet` ends every sidecar that it started.
+3. Leaving a `SidecarFleet` ends every sidecar that it started.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SALTS = TenantsConfig(body_salt="trust")
 """No tenants, and clients whose salts are routed by."""
 
 
-class Answer(NamedTuple):
+class SidecarAnswer(NamedTuple):
     """A sidecar's answer: who served, what had been expected there, and what the engine reports."""
 
     status: int
@@ -86,24 +86,24 @@ class LiveSidecar:
         adapter: str = "",
         here: bool = False,
         tenant: str = "",
-    ) -> Answer:
+    ) -> SidecarAnswer:
         """Send a completion; `here` keeps it at this sidecar's own engine."""
         model = adapter or self.engine.now.model
         return self._post("completions", completion(model, tokens, answer_tokens, salt), here, tenant)
 
-    def chat(self, messages: list[dict[str, str]], answer_tokens: int = 8) -> Answer:
+    def chat(self, messages: list[dict[str, str]], answer_tokens: int = 8) -> SidecarAnswer:
         """Send a conversation to this sidecar's own engine."""
         body = {"model": self.engine.now.model, "messages": messages, "max_tokens": answer_tokens}
         return self._post("chat/completions", {**body, "temperature": 0, "ignore_eos": True}, True)
 
-    def _post(self, path: str, body: dict[str, Any], here: bool, tenant: str = "") -> Answer:
+    def _post(self, path: str, body: dict[str, Any], here: bool, tenant: str = "") -> SidecarAnswer:
         headers = {**(HERE if here else {}), **({TENANT: tenant} if tenant else {})}
         answer = self.client.post(f"{self.url}/v1/{path}", json=body, headers=headers)
         reply = read_reply(answer)
         target = reply.headers.get(TARGET_HEADER, "")
         choice = (reply.body.get("choices") or [{}])[0]
         text = choice.get("text") or (choice.get("message") or {}).get("content") or ""
-        return Answer(reply.status, target, int(reply.headers.get(MATCHED_HEADER, -1)), reply.cached, text)
+        return SidecarAnswer(reply.status, target, int(reply.headers.get(MATCHED_HEADER, -1)), reply.cached, text)
 
     # --- introspection -------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class LiveSidecar:
         self.client.close()
 
 
-class Fleet:
+class SidecarFleet:
     """Sidecars that gossip with each other; use it as ``with open_fleet(folder) as fleet``."""
 
     def __init__(self, folder: Path) -> None:
@@ -256,9 +256,9 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def open_fleet(folder: Path) -> Iterator[Fleet]:
+def open_fleet(folder: Path) -> Iterator[SidecarFleet]:
     """A fleet for the length of the block; logs and configurations go to `folder`."""
-    fleet = Fleet(folder)
+    fleet = SidecarFleet(folder)
     try:
         yield fleet
     finally:

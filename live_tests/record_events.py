@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Record an engine's cache events as it published them: a fixture for an adapter, or a stream to look into.
 
-    python record_events.py --events ipc:///run/n1.kv.ipc --replay tcp://127.0.0.1:5558 OUT
+    python live_tests/record_events.py --events ipc:///run/n1.kv.ipc --replay tcp://127.0.0.1:5558 OUT
 
 Rules:
 1. What is kept is the payload's bytes, untouched; the decoded form beside it is for reading only.
@@ -33,7 +33,7 @@ REPLAY_TIMEOUT_MS = 5000
 POLL_MS = 200
 
 
-class Message(NamedTuple):
+class RecordedMessage(NamedTuple):
     """One published batch. `nframes` is 3 for a live message, 4 (3 before vLLM 0.26) for a replayed one."""
 
     topic: str
@@ -42,14 +42,14 @@ class Message(NamedTuple):
     nframes: int
 
 
-def parse(frames: list[bytes]) -> Message | None:
+def parse(frames: list[bytes]) -> RecordedMessage | None:
     """Read the frames of a live or replayed message, from the end; None for the end marker of a replay."""
     if len(frames) < 2 or len(frames[-2]) != 8:
         raise ValueError(f"not an event message: {[len(frame) for frame in frames]}")
     if frames[-2] == END_OF_REPLAY:
         return None
     topic = frames[-3].decode("utf-8", "replace") if len(frames) > 2 else ""
-    return Message(topic, int.from_bytes(frames[-2], "big"), frames[-1], len(frames))
+    return RecordedMessage(topic, int.from_bytes(frames[-2], "big"), frames[-1], len(frames))
 
 
 def readable(value: object) -> object:
@@ -75,7 +75,7 @@ class Recording:
         self.last = -1
         self.gaps = 0
 
-    def take(self, message: Message, received: float) -> bool:
+    def take(self, message: RecordedMessage, received: float) -> bool:
         """Keep one message; False when it starts another life, which this recording does not take."""
         if message.seq <= self.last:
             kept = self._payload_path(message.seq)
@@ -103,7 +103,7 @@ class Recording:
         return self._out / f"{seq:05d}.msgpack"
 
 
-def replayed(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> Iterator[Message]:
+def replayed(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> Iterator[RecordedMessage]:
     """Ask for everything from 0; TimeoutError when the engine falls silent before the end marker."""
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)

@@ -10,9 +10,9 @@ import random
 
 import pytest
 from live_engines import LiveEngine
-from live_oracle import Compared, Tally, draw
+from live_oracle import Compared, EstimateTally, draw
 from live_shapes import each_pair
-from live_sidecars import Fleet, LiveSidecar, in_step
+from live_sidecars import LiveSidecar, SidecarFleet, in_step
 
 REQUESTS = 80
 WITHIN = 0.99
@@ -22,7 +22,7 @@ _SALTS = ("", "", "", "tenant")
 @pytest.mark.parametrize("policy", ["default", "longest"])
 @each_pair
 def test_what_was_predicted_is_what_engines_report(
-    fleet: Fleet, engines: list[LiveEngine], tally: Tally, policy: str
+    fleet: SidecarFleet, engines: list[LiveEngine], tally: EstimateTally, policy: str
 ) -> None:
     rng = random.Random(51)
     nodes = fleet.pair(engines, policy=policy)
@@ -44,7 +44,7 @@ def test_what_was_predicted_is_what_engines_report(
 
 
 def served(
-    tally: Tally, nodes: list[LiveSidecar], entry: LiveSidecar, prompt: list[int], salt: str, answer_tokens: int
+    tally: EstimateTally, nodes: list[LiveSidecar], entry: LiveSidecar, prompt: list[int], salt: str, answer_tokens: int
 ) -> Compared:
     """Send a prompt in at `entry`; note what its decision expected of the endpoint that then served; wait for quiet."""
     answer = entry.ask(prompt, salt=salt, answer_tokens=answer_tokens)

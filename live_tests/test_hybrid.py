@@ -10,9 +10,9 @@ import random
 
 import pytest
 from live_engines import LiveEngine
-from live_oracle import Probe, Tally, assert_residency_is_true, draw, probed, probes_of
+from live_oracle import EstimateTally, Probe, assert_residency_is_true, draw, probed, probes_of
 from live_shapes import HYBRID, on
-from live_sidecars import Fleet, LiveSidecar
+from live_sidecars import LiveSidecar, SidecarFleet
 from test_fleet import served
 
 hybrid = on((HYBRID,))
@@ -21,13 +21,13 @@ REQUESTS = 40
 
 
 @pytest.fixture
-def sidecar(fleet: Fleet, engine: LiveEngine) -> LiveSidecar:
+def sidecar(fleet: SidecarFleet, engine: LiveEngine) -> LiveSidecar:
     """A node beside the engine."""
     return fleet.add(engine)
 
 
 @hybrid
-def test_what_continues_a_prompt_is_a_hit(sidecar: LiveSidecar, tally: Tally) -> None:
+def test_what_continues_a_prompt_is_a_hit(sidecar: LiveSidecar, tally: EstimateTally) -> None:
     rng = random.Random(31)
     prompt = draw(rng, 384)
     rows = [probed(tally, sidecar, Probe("cold", prompt))]
@@ -39,7 +39,7 @@ def test_what_continues_a_prompt_is_a_hit(sidecar: LiveSidecar, tally: Tally) ->
 
 
 @hybrid
-def test_a_prefix_that_the_windows_left_is_not_promised(sidecar: LiveSidecar, tally: Tally) -> None:
+def test_a_prefix_that_the_windows_left_is_not_promised(sidecar: LiveSidecar, tally: EstimateTally) -> None:
     rng = random.Random(32)
     prompts = [draw(rng, 384) for _ in range(3)]
     for prompt in prompts:
@@ -48,7 +48,7 @@ def test_a_prefix_that_the_windows_left_is_not_promised(sidecar: LiveSidecar, ta
 
 
 @hybrid
-def test_estimates_hold_while_the_cache_evicts(sidecar: LiveSidecar, tally: Tally) -> None:
+def test_estimates_hold_while_the_cache_evicts(sidecar: LiveSidecar, tally: EstimateTally) -> None:
     rng = random.Random(33)
     prefixes = [draw(rng, rng.randrange(200, 700)) for _ in range(6)]
     prompts = [[*rng.choice(prefixes), *draw(rng, rng.randrange(1, 80))] for _ in range(50)]
@@ -57,7 +57,9 @@ def test_estimates_hold_while_the_cache_evicts(sidecar: LiveSidecar, tally: Tall
 
 
 @two_hybrids
-def test_peers_expect_no_more_than_the_windows_allow(fleet: Fleet, engines: list[LiveEngine], tally: Tally) -> None:
+def test_peers_expect_no_more_than_the_windows_allow(
+    fleet: SidecarFleet, engines: list[LiveEngine], tally: EstimateTally
+) -> None:
     rng = random.Random(34)
     nodes = fleet.pair(engines, policy="longest")
     prefixes = [draw(rng, rng.randrange(200, 1200)) for _ in range(8)]

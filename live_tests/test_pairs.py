@@ -14,9 +14,9 @@ from typing import NamedTuple
 import httpx
 import pytest
 from live_engines import LiveEngine, completion, until
-from live_oracle import Probe, Tally, assert_residency_is_true, counted, draw, probed, probes_of
+from live_oracle import EstimateTally, Probe, assert_residency_is_true, counted, draw, probed, probes_of
 from live_shapes import each_pair, unlike_pairs
-from live_sidecars import Fleet, LiveSidecar, in_step
+from live_sidecars import LiveSidecar, SidecarFleet, in_step
 
 STALE_S = 2.0
 """How long after its engine's end a prefix may still look as if it were held."""
@@ -51,13 +51,15 @@ class Nodes(NamedTuple):
 
 
 @pytest.fixture
-def nodes(fleet: Fleet, engines: list[LiveEngine]) -> Nodes:
+def nodes(fleet: SidecarFleet, engines: list[LiveEngine]) -> Nodes:
     """Both nodes, acquainted; a prompt goes where most of it is held."""
     return Nodes(*fleet.pair(engines, policy="longest"))
 
 
 @each_pair
-def test_a_node_that_joins_late_learns_what_others_hold(fleet: Fleet, engines: list[LiveEngine], tally: Tally) -> None:
+def test_a_node_that_joins_late_learns_what_others_hold(
+    fleet: SidecarFleet, engines: list[LiveEngine], tally: EstimateTally
+) -> None:
     rng = random.Random(41)
     first, second = fleet.place("early"), fleet.place("late")
     early = fleet.add(engines[1], first, peers=[second], policy="longest")
@@ -78,7 +80,7 @@ def test_a_node_that_joins_late_learns_what_others_hold(fleet: Fleet, engines: l
 
 @unlike_pairs
 def test_a_killed_engine_is_left_alone_at_once_and_trusted_again_after_its_restart(
-    nodes: Nodes, engines: list[LiveEngine], tally: Tally
+    nodes: Nodes, engines: list[LiveEngine], tally: EstimateTally
 ) -> None:
     rng = random.Random(42)
     prompts = [draw(rng, 400) for _ in range(4)]
@@ -111,7 +113,7 @@ def test_a_killed_engine_is_left_alone_at_once_and_trusted_again_after_its_resta
 
 
 @unlike_pairs
-def test_a_refusing_engine_costs_no_client_an_error_and_peers_see_it(nodes: Nodes, tally: Tally) -> None:
+def test_a_refusing_engine_costs_no_client_an_error_and_peers_see_it(nodes: Nodes, tally: EstimateTally) -> None:
     rng = random.Random(43)
     prompts = [draw(rng, 400) for _ in range(6)]
     for prompt in prompts:

@@ -6,20 +6,20 @@ import random
 
 import pytest
 from live_engines import LiveEngine
-from live_oracle import Compared, Probe, Tally, counted, draw, probes_of
+from live_oracle import Compared, EstimateTally, Probe, counted, draw, probes_of
 from live_shapes import RANKS, on
-from live_sidecars import Fleet, LiveSidecar
+from live_sidecars import LiveSidecar, SidecarFleet
 
 two_ranks = on((RANKS,))
 
 
 @pytest.fixture
-def sidecar(fleet: Fleet, engine: LiveEngine) -> LiveSidecar:
+def sidecar(fleet: SidecarFleet, engine: LiveEngine) -> LiveSidecar:
     """A node beside the engine: one endpoint a rank."""
     return fleet.add(engine)
 
 
-def served(tally: Tally, sidecar: LiveSidecar, probe: Probe) -> tuple[str, Compared]:
+def served(tally: EstimateTally, sidecar: LiveSidecar, probe: Probe) -> tuple[str, Compared]:
     """Send a prompt to the node once all events are in; return the endpoint that it chose, and how right it was."""
     sidecar.settle()
     answer = sidecar.ask(probe.tokens, salt=probe.salt, here=True)
@@ -28,7 +28,7 @@ def served(tally: Tally, sidecar: LiveSidecar, probe: Probe) -> tuple[str, Compa
 
 @two_ranks
 def test_every_rank_is_an_endpoint_with_a_cache_of_its_own(
-    sidecar: LiveSidecar, engine: LiveEngine, tally: Tally
+    sidecar: LiveSidecar, engine: LiveEngine, tally: EstimateTally
 ) -> None:
     rng = random.Random(21)
     prompts = {rank: [draw(rng, 320) for _ in range(3)] for rank in engine.ranks}
@@ -50,7 +50,7 @@ def test_every_rank_is_an_endpoint_with_a_cache_of_its_own(
 
 @two_ranks
 def test_estimates_of_two_ranks_are_right_while_both_evict(
-    sidecar: LiveSidecar, engine: LiveEngine, tally: Tally
+    sidecar: LiveSidecar, engine: LiveEngine, tally: EstimateTally
 ) -> None:
     rng = random.Random(22)
     prefixes = [draw(rng, rng.randrange(200, 700)) for _ in range(10)]
@@ -68,7 +68,7 @@ def test_estimates_of_two_ranks_are_right_while_both_evict(
 
 
 @two_ranks
-def test_a_reset_empties_both(sidecar: LiveSidecar, engine: LiveEngine, tally: Tally) -> None:
+def test_a_reset_empties_both(sidecar: LiveSidecar, engine: LiveEngine, tally: EstimateTally) -> None:
     rng = random.Random(23)
     prompts = [draw(rng, 320) for _ in range(4)]
     for prompt in prompts:

@@ -10,19 +10,19 @@ import random
 
 import pytest
 from live_engines import LiveEngine
-from live_oracle import Probe, Tally, assert_residency_is_true, counted, draw, probed, probes_of
+from live_oracle import EstimateTally, Probe, assert_residency_is_true, counted, draw, probed, probes_of
 from live_shapes import each_engine, with_adapter
-from live_sidecars import Fleet, LiveSidecar, adapter_of
+from live_sidecars import LiveSidecar, SidecarFleet, adapter_of
 
 
 @pytest.fixture
-def sidecar(fleet: Fleet, engine: LiveEngine) -> LiveSidecar:
+def sidecar(fleet: SidecarFleet, engine: LiveEngine) -> LiveSidecar:
     """A node beside the only engine."""
     return fleet.add(engine)
 
 
 @each_engine
-def test_cold_then_warm(sidecar: LiveSidecar, tally: Tally) -> None:
+def test_cold_then_warm(sidecar: LiveSidecar, tally: EstimateTally) -> None:
     rng = random.Random(1)
     block = sidecar.engine.shape.block
     for length in (5, 31, 32, 33, 200, 384):
@@ -36,7 +36,7 @@ def test_cold_then_warm(sidecar: LiveSidecar, tally: Tally) -> None:
 
 
 @each_engine
-def test_a_conversation_grows_turn_by_turn(sidecar: LiveSidecar, tally: Tally) -> None:
+def test_a_conversation_grows_turn_by_turn(sidecar: LiveSidecar, tally: EstimateTally) -> None:
     rng = random.Random(2)
     words = ["cache", "block", "prefix", "engine", "node", "token"]
     messages: list[dict[str, str]] = []
@@ -53,7 +53,7 @@ def test_a_conversation_grows_turn_by_turn(sidecar: LiveSidecar, tally: Tally) -
 
 
 @each_engine
-def test_prompts_share_prefixes_and_part_inside_blocks(sidecar: LiveSidecar, tally: Tally) -> None:
+def test_prompts_share_prefixes_and_part_inside_blocks(sidecar: LiveSidecar, tally: EstimateTally) -> None:
     rng = random.Random(3)
     prefixes = [draw(rng, 300), draw(rng, 217)]
     prompts = [
@@ -67,7 +67,7 @@ def test_prompts_share_prefixes_and_part_inside_blocks(sidecar: LiveSidecar, tal
 
 
 @each_engine
-def test_decoded_tokens_are_held_as_far_as_the_engine_holds_them(sidecar: LiveSidecar, tally: Tally) -> None:
+def test_decoded_tokens_are_held_as_far_as_the_engine_holds_them(sidecar: LiveSidecar, tally: EstimateTally) -> None:
     rng = random.Random(4)
     prompt = draw(rng, 100)
     for answer_tokens in (1, 40, 90):
@@ -78,7 +78,7 @@ def test_decoded_tokens_are_held_as_far_as_the_engine_holds_them(sidecar: LiveSi
 
 
 @each_engine
-def test_salts_separate_caches(sidecar: LiveSidecar, tally: Tally) -> None:
+def test_salts_separate_caches(sidecar: LiveSidecar, tally: EstimateTally) -> None:
     rng = random.Random(5)
     prompt = draw(rng, 250)
     rows = [probed(tally, sidecar, Probe(f"salt {salt!r}", prompt, salt)) for salt in ("", "a", "b", "", "a", "b")]
@@ -89,7 +89,7 @@ def test_salts_separate_caches(sidecar: LiveSidecar, tally: Tally) -> None:
 
 
 @with_adapter
-def test_adapters_separate_caches(sidecar: LiveSidecar, tally: Tally) -> None:
+def test_adapters_separate_caches(sidecar: LiveSidecar, tally: EstimateTally) -> None:
     rng = random.Random(6)
     prompt, other = draw(rng, 250), draw(rng, 130)
     lo = adapter_of(sidecar.engine)
@@ -104,7 +104,7 @@ def test_adapters_separate_caches(sidecar: LiveSidecar, tally: Tally) -> None:
 
 
 @each_engine
-def test_a_small_cache_evicts_all_the_time(sidecar: LiveSidecar, tally: Tally) -> None:
+def test_a_small_cache_evicts_all_the_time(sidecar: LiveSidecar, tally: EstimateTally) -> None:
     rng = random.Random(7)
     capacity = sidecar.engine.shape.capacity_tokens
     prefixes = [draw(rng, rng.randrange(200, 900)) for _ in range(8)]
@@ -122,7 +122,7 @@ def test_a_small_cache_evicts_all_the_time(sidecar: LiveSidecar, tally: Tally) -
 
 
 @each_engine
-def test_a_reset_leaves_nothing(sidecar: LiveSidecar, tally: Tally) -> None:
+def test_a_reset_leaves_nothing(sidecar: LiveSidecar, tally: EstimateTally) -> None:
     rng = random.Random(8)
     prompts = [draw(rng, 300) for _ in range(3)]
     assert_residency_is_true(tally, sidecar, [Probe("first", prompt) for prompt in prompts * 2])

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 from live_engines import LiveEngine, until
-from live_oracle import Probe, Tally, assert_residency_is_true, draw, probed, probes_of
+from live_oracle import EstimateTally, Probe, assert_residency_is_true, draw, probed, probes_of
 from live_proxy import BadLink, bad_link
 from live_shapes import each_engine, each_kind
-from live_sidecars import Fleet, LiveSidecar
+from live_sidecars import LiveSidecar, SidecarFleet
 
 PREFIXES = 6
 
@@ -35,7 +35,9 @@ def some_prompts(rng: random.Random, count: int, longest: int = 500) -> list[lis
 
 
 @each_engine
-def test_a_node_that_attaches_late_recovers_by_replay(fleet: Fleet, engine: LiveEngine, tally: Tally) -> None:
+def test_a_node_that_attaches_late_recovers_by_replay(
+    fleet: SidecarFleet, engine: LiveEngine, tally: EstimateTally
+) -> None:
     rng = random.Random(11)
     prompts = some_prompts(rng, 30)
     for prompt in prompts:
@@ -49,7 +51,9 @@ def test_a_node_that_attaches_late_recovers_by_replay(fleet: Fleet, engine: Live
 
 
 @each_kind
-def test_lost_messages_are_replayed(fleet: Fleet, engine: LiveEngine, link: BadLink, tally: Tally) -> None:
+def test_lost_messages_are_replayed(
+    fleet: SidecarFleet, engine: LiveEngine, link: BadLink, tally: EstimateTally
+) -> None:
     rng = random.Random(12)
     sidecar = fleet.add(engine, events=link.address)
     prompts = some_prompts(rng, 40)
@@ -67,7 +71,7 @@ def test_lost_messages_are_replayed(fleet: Fleet, engine: LiveEngine, link: BadL
 
 @each_kind
 def test_without_replay_a_lossy_mirror_says_so_and_does_not_promise(
-    fleet: Fleet, engine: LiveEngine, link: BadLink, tally: Tally
+    fleet: SidecarFleet, engine: LiveEngine, link: BadLink, tally: EstimateTally
 ) -> None:
     rng = random.Random(13)
     sidecar = fleet.add(engine, events=link.address, replay="")
@@ -86,7 +90,9 @@ def test_without_replay_a_lossy_mirror_says_so_and_does_not_promise(
 
 
 @each_kind
-def test_a_slow_consumer_catches_up(fleet: Fleet, engine: LiveEngine, link: BadLink, tally: Tally) -> None:
+def test_a_slow_consumer_catches_up(
+    fleet: SidecarFleet, engine: LiveEngine, link: BadLink, tally: EstimateTally
+) -> None:
     rng = random.Random(14)
     sidecar = fleet.add(engine, events=link.address)
     prompts = some_prompts(rng, 40)
@@ -103,7 +109,7 @@ def test_a_slow_consumer_catches_up(fleet: Fleet, engine: LiveEngine, link: BadL
 
 @each_kind
 def test_a_consumer_too_slow_for_the_link_is_made_whole_again(
-    fleet: Fleet, engine: LiveEngine, link: BadLink, tally: Tally
+    fleet: SidecarFleet, engine: LiveEngine, link: BadLink, tally: EstimateTally
 ) -> None:
     rng = random.Random(15)
     sidecar = fleet.add(engine, events=link.address)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from live_engines import LiveEngine
-from live_oracle import Tally, counted, draw
+from live_oracle import EstimateTally, counted, draw
 from live_shapes import each_engine
-from live_sidecars import TENANT, Fleet
+from live_sidecars import TENANT, SidecarFleet
 from prefixroute_serving.sidecar_config import TenantsConfig
 
 from prefixroute import Tenants
@@ -16,7 +16,9 @@ GROUPS: dict[str, tuple[str, ...]] = {"research": ("acme", "umbrella")}
 
 
 @each_engine
-def test_the_engine_keeps_tenants_apart_and_lets_a_group_share(fleet: Fleet, engine: LiveEngine, tally: Tally) -> None:
+def test_the_engine_keeps_tenants_apart_and_lets_a_group_share(
+    fleet: SidecarFleet, engine: LiveEngine, tally: EstimateTally
+) -> None:
     tenants = TenantsConfig(header=TENANT, groups=GROUPS, body_salt="narrow")
     sidecar = fleet.add(engine, tenants=tenants)
     prompt = draw(random.Random(81), 300)

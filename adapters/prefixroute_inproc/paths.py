@@ -1,4 +1,4 @@
-"""Names of a tap's sockets; apart from `address`, because engines load it."""
+"""Names of a tap's sockets. Not in `tap_address`: engines load this file, and that one imports the core."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ TAP, TAP_SINK, TAP_ZMQ = "PREFIXROUTE_TAP", "PREFIXROUTE_TAP_SINK", "PREFIXROUTE
 """The variables of the table above."""
 
 
-class Wanted(NamedTuple):
+class TapRequest(NamedTuple):
     """What the user asked for."""
 
     path: str
@@ -35,7 +35,7 @@ class Wanted(NamedTuple):
     zmq: bool
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Wanted:
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> TapRequest:
         """Read the variables."""
         on = environ.get(TAP_ZMQ, "").lower() not in ("", "0", "no", "false")
         return cls(environ.get(TAP, ""), environ.get(TAP_SINK, ""), on)
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
         return bool(self.path or self.sink or sinks())
 
 
-class Shape(NamedTuple):
+class EngineShape(NamedTuple):
     """What a tap needs of an engine: its name, the version that was tested, and the word its publishers have for the
     rank.
     """
@@ -60,7 +60,7 @@ class UnfitError(Exception):
     """The engine is not what the tap needs; the text says what is amiss."""
 
 
-def check_shape(events: Any, shape: Shape) -> None:
+def check_shape(events: Any, shape: EngineShape) -> None:
     """Look whether an engine's module of events has what is needed. Raises `UnfitError`.
 
     `events` is the module with ``EventPublisher``, ``EventPublisherFactory`` and ``EventBatch``.
@@ -82,7 +82,7 @@ def check_shape(events: Any, shape: Shape) -> None:
         raise UnfitError("EventBatch has no ts and events")
 
 
-def tell_unfit(log: logging.Logger, shape: Shape, version: object, why: object) -> None:
+def tell_unfit(log: logging.Logger, shape: EngineShape, version: object, why: object) -> None:
     """Say once that there will be no tap."""
     log.warning(
         "prefixroute: no in-process tap: this is %s %s, and %s. Tested is %s %s. "
@@ -93,7 +93,7 @@ def tell_unfit(log: logging.Logger, shape: Shape, version: object, why: object) 
 
 def publisher_or_zmq(
     base: type,
-    shape: Shape,
+    shape: EngineShape,
     log: logging.Logger,
     make_zmq: Callable[[], Any],
     rank: int,
@@ -104,7 +104,7 @@ def publisher_or_zmq(
     `base` is the engine's abstract publisher. `config` is the rest of its ``--kv-events-config``: the tap's queue and
     ring have the sizes that ZeroMQ's would have.
     """
-    wanted = Wanted.from_environment()
+    wanted = TapRequest.from_environment()
     if not wanted.anything:
         log.warning("prefixroute: no tap, for %s is not set: events are published over ZeroMQ", TAP)
         return make_zmq()
@@ -147,7 +147,7 @@ def publisher_class(base: type) -> type:
     return TapPublisher
 
 
-def _open(wanted: Wanted, engine: str, rank: int, config: Mapping[str, Any], log: logging.Logger) -> Any:
+def _open(wanted: TapRequest, engine: str, rank: int, config: Mapping[str, Any], log: logging.Logger) -> Any:
     from .paths import path_of_rank
     from .tap import QUEUE_BATCHES, RING_BATCHES, Tap
 

@@ -12,9 +12,9 @@ import logging
 from importlib import import_module
 from typing import Any
 
-from .plugin import Shape, Wanted, check_shape, publisher_or_zmq, tell_unfit
+from .plugin import EngineShape, TapRequest, check_shape, publisher_or_zmq, tell_unfit
 
-SHAPE = Shape("sglang", "0.5.23", "attn_dp_rank")
+SHAPE = EngineShape("sglang", "0.5.23", "attn_dp_rank")
 """What is needed of SGLang."""
 
 NAME = "prefixroute"
@@ -39,7 +39,7 @@ def register() -> None:
             return
         registry[NAME] = _maker(kv_events, registry["zmq"], version)
     except Exception as error:  # whatever it is, the engine has to start
-        if Wanted.from_environment().anything and str(error) not in _told:
+        if TapRequest.from_environment().anything and str(error) not in _told:
             _told.add(str(error))
             tell_unfit(log, SHAPE, version, f"it has no registry of publishers to add to: {error!r}")
 

@@ -11,9 +11,9 @@ import logging
 from importlib import import_module
 from typing import Any
 
-from .plugin import Shape, Wanted, check_shape, publisher_or_zmq, tell_unfit
+from .plugin import EngineShape, TapRequest, check_shape, publisher_or_zmq, tell_unfit
 
-SHAPE = Shape("vllm", "0.32.0", "data_parallel_rank")
+SHAPE = EngineShape("vllm", "0.32.0", "data_parallel_rank")
 """What is needed of vLLM."""
 
 log = logging.getLogger("vllm.prefixroute")  # below vLLM's own logger, whose handler it shares
@@ -23,7 +23,7 @@ _told: set[str] = set()
 
 def register() -> None:
     """Put the tap into vLLM's registry of publishers, if one is asked for and it fits. Does so once; never raises."""
-    if not Wanted.from_environment().anything:
+    if not TapRequest.from_environment().anything:
         return
     version: object = "of an unknown version"
     try:

@@ -1,14 +1,17 @@
 """Whose request it is, and under which salt its prompt is cached.
 
 Rules:
-1. The tenant is the trusted caller's word, in the header that `tenants.header` names. The body is the client's.
-2. The salt of what goes to the engine, and to peers, is the tenant's own (`prefixroute.Tenants`): it replaces the
-   body's `cache_salt`, which counts only as far as `tenants.body_salt` says. So the engine itself keeps tenants apart.
-3. Without `tenants` a body's `cache_salt` goes to the engine as it is, and nobody routes by it: such a request is
-   served where it lands. A client's word would else choose what namespace it meets on every node.
-4. A forward carries its tenant with a proof, keyed with a secret of the fleet's, of tenant and body: its body is salted
-   already. What cannot be proved is a client's, and treated like any other: it gains nothing.
-5. `extra_key`, SGLang's own way to part a cache, is in no event. What carries one stays here and matches nothing.
+1. The trusted caller names the tenant, in the header that `tenants.header` says. The client writes the body, and is
+   not trusted.
+2. The engine and peers get the tenant's own salt (`prefixroute.Tenants`). It replaces the body's `cache_salt`, which
+   counts only as far as `tenants.body_salt` says. So the engine itself keeps tenants apart.
+3. Without `tenants` a body's `cache_salt` goes to the engine as it is, and the request is served where it lands. If it
+   were routed by that salt, a client could choose whose namespace it meets on every node.
+4. A forward names its tenant and proves it, with a tag over tenant and body under a secret of the fleet. Its body is
+   salted already. A forward without a valid proof is treated like any client's request, so that faking one gains
+   nothing.
+5. No event tells `extra_key`, SGLang's own way to divide a cache. A request with one is served here and matches
+   nothing.
 
 | `body_salt` | a body's `cache_salt` |
 |---|---|
@@ -55,8 +58,8 @@ class CallerRefused(Exception):  # noqa: N818 - an answer, not an error of the p
 class Caller(NamedTuple):
     """A request's tenant ("" for none), its body as it is handed on, and the salt that it is cached under.
 
-    `stays`: it may not leave, since its salt is the client's own. Without `matches` nothing that is known of caches
-    is true of it.
+    `stays`: it may not be forwarded, since its salt is the client's own. `matches` is False when no cached prefix
+    that the node knows of can be used for it.
     """
 
     tenant: str
@@ -111,7 +114,7 @@ class Callers:
         assert self._config is not None
         told = {value.strip() for name, value in headers if name == self._header}
         if len(told) > 1:
-            # A client's own word beside the trusted caller's.
+            # A client has added its own value beside the trusted caller's.
             raise _mistake(f"the header {self._header} is there twice, with two values")
         tenant = told.pop() if told else ""
         if len(tenant) > MAX_NAME_CHARS:

@@ -1,10 +1,10 @@
 """A forwarded prompt's tokens, carried along so that the peer need not read the prompt again.
 
 The body of a forward is the client's own, and behind it the token ids, 32 bits each, little-endian. Rules:
-1. `TOKENS_HEADER` says where the client's body ends, and proves by a tag, keyed with a secret of the fleet's, that a
-   node of the same domain wrote it all: whoever could make a node believe in other tokens could make it advertise
+1. `TOKENS_HEADER` says where the client's body ends, and proves with a tag under a secret of the fleet that a node of
+   the same domain wrote all of it. Anybody who could make a node believe in other tokens could make it advertise
    prefixes that it does not hold.
-2. Without a secret nothing is carried. What cannot be proved is cut off and forgotten, and the prompt is read anew.
+2. Without a secret nothing is carried. Tokens without a valid proof are cut off, and the prompt is read anew.
 
 Measured, a text of 16,000 tokens: 0.14 ms to pack and 0.14 ms to unpack; asking an idle stub of an engine takes 3.7 ms,
 and 1 ms of CPU here.

@@ -1,9 +1,9 @@
-"""The HTTP door of the two routed paths, straight on ASGI: a body in, a reply out, and the client's going noticed.
+"""HTTP for the two routed paths, straight on ASGI: a request's body, a reply, and whether the client is still there.
 
 Rules:
-1. No framework on this way: routing, request and response objects cost as much as the decision. All other paths have
-   one (`pages.py`).
-2. A client that has gone cancels its request, whatever that is waiting for.
+1. No framework here: its routing, request and response objects cost as much as the decision. All other paths have one
+   (`pages.py`).
+2. When a client goes away its request is cancelled, whatever it is waiting for.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """One request, from its decision to its last byte, over as many engines as it takes.
 
 Rules:
-1. A request crosses at most one hop: what is sent to a peer carries `HOP_HEADER`, and is served there, refused, or
-   handed back: the first attempt carries a budget, and a peer that would need longer declines, at once and once.
+1. A request crosses at most one hop: what is sent to a peer carries `HOP_HEADER`, and the peer serves it, refuses it or
+   hands it back. Only the first attempt carries a budget; a peer that would need longer declines at once.
 2. Nothing is sent to the client before an engine's first event is here, so until then a failure costs time only:
    the next fallback is asked, the local engine last.
 3. After that a broken stream goes on from another engine under the rules of `streams.StreamLedger`.
 4. Every attempt ends in exactly one `node.report`.
-5. A peer with several endpoints (ranks) chooses among them itself. What its answer tells counts for the endpoint that
-   was asked only if that one served.
+5. A peer with several endpoints (ranks) chooses among them itself. Load and cached tokens in its answer count for the
+   endpoint that was asked only if that endpoint served.
 
 | upstream | outcome | then |
 |---|---|---|
@@ -260,7 +260,7 @@ class Exchange:
         self._settled = self._target is None
 
     def _cancel(self) -> None:
-        """Report a request that nobody waits for any more; nothing when it has been settled."""
+        """Report a request that nobody waits for any more, unless it has been settled."""
         if not self._settled:
             self._settled = True
             self._report(Outcome.cancelled())

@@ -1,9 +1,10 @@
 """What a sidecar does for `prefixroute doctor`: tells its domain, its clock, and what UDP carries to its peers.
 
 Rules:
-1. The secret never leaves. `check` answers a challenge with a keyed hash: two nodes that answer alike share a secret.
-2. A probe datagram is keyed too, and its echo is no longer than itself: who has no secret of the domain gets no echo.
-3. Probes travel from the gossip socket to the gossip socket: what holds for them holds for gossip.
+1. The secret never leaves the node. `check` answers a challenge with a keyed hash: nodes that answer alike share it.
+2. A probe datagram carries a tag under a secret of the domain. One without it gets no echo, and no echo is longer than
+   its probe.
+3. Probes go from gossip socket to gossip socket, so that the path is the one that gossip takes.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class WallClock:
 
     @property
     def stepped_s(self) -> float:
-        """How far the wall clock was set, or the machine slept: 0 but for noise on a machine in order."""
+        """Seconds by which the wall clock was set, or the machine slept; around 0 on a machine in order."""
         return self._wall() - self._steady() - self._offset
 
 
@@ -73,7 +74,7 @@ def readable(domain: Domain) -> dict[str, str]:
 
 
 def check(secret: bytes, challenge: str) -> str:
-    """The answer to a challenge, which only a secret gives. UsageError for a challenge that cannot be read."""
+    """The answer to a challenge, in hex, under a secret. UsageError for a challenge that cannot be read."""
     try:
         asked = bytes.fromhex(challenge)
     except ValueError:

@@ -1,4 +1,4 @@
-"""All paths of a sidecar but the two routed ones: what it tells of itself, and what is the engine's own to answer.
+"""All paths of a sidecar but the two routed ones: pages about itself, and everything that the engine answers itself.
 
 Rule: nothing here is on the way of a prompt, so convenience comes before speed.
 """
@@ -26,7 +26,7 @@ from .site import Site
 _PASSED_TIMEOUT_S: Final = 30.0
 
 _SAFE: Final = frozenset(("/tokenize", "/detokenize"))
-"""What computes no prompt and may be posted where tenants are told apart, beside what empties the cache."""
+"""POSTs that compute no prompt: with tenants only these, and calls that empty the cache, are passed on."""
 
 
 def pages_of(site: Site) -> Starlette:

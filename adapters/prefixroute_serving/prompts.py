@@ -2,9 +2,9 @@
 
 Rules:
 1. The engine's own tokenizer decides (``POST /tokenize``). A copy of it (`OwnTokenizer`), where one is configured,
-   reads plain texts as long as it agrees.
-2. A prompt that cannot be told exactly (images, several prompts, an engine that does not answer) has no tokens:
-   it is routed by load alone. A missed chance, never a wrong match.
+   reads plain texts as long as both agree.
+2. A prompt whose tokens cannot be known exactly (images, several prompts, an engine that does not answer) has none:
+   it is routed by load alone. That may miss a hit, and never claims a wrong one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NONE = msgspec.Raw()
 
 
 class RequestBody(msgspec.Struct, frozen=True):
-    """What a sidecar reads of a request; what is long stays as it came until somebody wants it.
+    """The fields that a sidecar reads of a request; long ones stay raw bytes until somebody wants them.
 
     Read it with `read_body`. The fields after `extra_key` are what a prompt is made of.
     """

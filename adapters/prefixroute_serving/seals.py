@@ -1,6 +1,6 @@
 """Proofs that a node of the fleet wrote something: tags keyed with the fleet's secrets, which may be two at a time.
 
-Rule: the first secret seals, each is good, and an empty one seals nothing.
+Rule: the first secret makes the tags, a tag under any of them is accepted, and an empty secret makes none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _TAG_BYTES = 16
 
 
 class Seals:
-    """Seals for one `purpose`, at most 16 bytes, of one domain; by default with the domain's own secret. O(bytes)."""
+    """Tags for one `purpose` (at most 16 bytes) in one domain; by default under the domain's own secret. O(bytes)."""
 
     def __init__(self, domain: Domain, purpose: bytes, secrets: Sequence[bytes] = ()) -> None:
         self._fingerprint = domain.fingerprint
@@ -35,11 +35,14 @@ class Seals:
         return bool(self._keyed)
 
     def seal(self, *parts: bytes) -> str:
-        """The tag of these parts, in hex. Where one ends is the caller's to make plain; IndexError without a secret."""
+        """The tag of these parts together, in hex; IndexError without a secret.
+
+        The parts are joined without marks between them: the caller must put their lengths in where that matters.
+        """
         return _tag(self._keyed[0], parts)
 
     def proves(self, tag: str, *parts: bytes) -> bool:
-        """Whether `tag`, anybody's word, is a seal of these parts."""
+        """Whether `tag`, which may come from anybody, is the tag of these parts under one of the secrets."""
         return any(compare_digest(_tag(keyed, parts).encode(), tag.encode()) for keyed in self._keyed)
 
 

@@ -1,6 +1,6 @@
 """The sockets of a sidecar: HTTP listener and gossip transport, and what is said when an address is taken.
 
-Rule: an address that cannot be used is the user's mistake, told in one line that names it.
+Rule: an address that cannot be used is a `UsageError` whose one line names it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The fairness guard before the local engine: each attempt at it waits for its tenant's turn (`prefixroute.FairQueue`).
 
 Rules:
-1. A queue a rank, local requests and peers' forwards alike. What waits here was booked by the node when it was decided,
-   so peers see it as load.
+1. Each rank has one queue, for local requests and peers' forwards alike. The node booked what waits here when it
+   decided, so peers see it as load.
 2. The window follows the engine's speed as the node knows it.
-3. A peer's forward is not declined for what it would overtake here. The node's own wait counts all that is booked.
-4. A prompt's place in the window is free with its first token. An answer that is not streamed shows none: it is taken
-   to be there once the work before it and its own would be done.
-5. A full queue answers the tenant that filled it with 429, which says nothing of the engine: nobody avoids it for that.
+3. The node's wait counts all that is booked. A forward whose tenant would overtake some of it gets that much more
+   budget (`Turns.slack_s`), and is not declined for work that it need not wait for.
+4. A prompt's place in the window is free with its first token. An answer that is not streamed shows no first token: it
+   is assumed at the time when the work ahead of it and its own would be done.
+5. A full queue answers the tenant that filled it with 429. That says nothing of the engine, and no peer avoids it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from prefixroute import Decision, Entry, FairQueue, FairSettings, Outcome, Outco
 from .sidecar_config import TenantsConfig
 
 _BYTES_A_TOKEN = 4
-"""For prompts whose tokens are not known."""
+"""A guess, for prompts whose tokens are not known."""
 
 _NOTHING_COMPUTED = (OutcomeKind.FAILED, OutcomeKind.REFUSED)
 
@@ -46,7 +47,7 @@ class Turn:
         """Ask for the place; the work is what the decision expected it to be."""
         self._prompt_tokens = decision.prompt_tokens or body_bytes // _BYTES_A_TOKEN
         matched = 0
-        # What was handed back may come where nobody thought of first.
+        # A request that a peer handed back may come to an endpoint that was no candidate.
         weighed = decision.candidate(endpoint)
         if weighed is not None:
             matched, self._token_s = weighed.matched_tokens, weighed.s_per_token
@@ -82,7 +83,7 @@ class Turn:
     def over(self, outcome: Outcome) -> None:
         """The attempt has ended. What was computed is charged, as far as that is known.
 
-        Who leaves while the engine computes has had it all the same: else cancelling would be a way to pay nothing.
+        A client that leaves while the engine computes is charged too: else cancelling would be a way to pay nothing.
         """
         computed = 0 if outcome.kind in _NOTHING_COMPUTED and not self._began else None
         if outcome.cached_tokens is not None:

@@ -1,4 +1,4 @@
-"""What an upstream (an engine, or a peer's sidecar) answers, read as far as its first whole event.
+"""The answer of an upstream (an engine, or a peer's sidecar), read up to its first whole event.
 
 Rules:
 1. A stream is known by its first event: an engine that streams may answer 200 and refuse in the first event, as

@@ -6,7 +6,7 @@ Rules:
 2. Events are decoded by tag, from arrays and from maps. Unknown fields are ignored and missing ones are None.
    Arrays may have any length.
 3. Maps of an engine's newest layout are read by it (`layout`), all others and arrays field by field.
-4. An object is read as what the engine's encoder would write of it, so both ways share everything after that.
+4. An object is turned into what the engine's encoder would write of it; after that both ways are the same code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .layout import Layout
 from .source import MAX_PAYLOAD_BYTES
 
 TAG_CHARS: Final = 64
-"""Tags and media name counters, so a hostile one must stay short."""
+"""The longest tag that is kept. Tags become names of counters, so a hostile one must stay short."""
 
 
 class EventForm(NamedTuple):
@@ -39,7 +39,7 @@ Forms: TypeAlias = Mapping[str, EventForm]
 """An engine's events by tag."""
 
 _BAD_BYTES: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, TypeError)
-"""What msgspec raises for them; the last two before 0.23, for text that is none and for keys that cannot be hashed."""
+"""What msgspec raises for bad bytes; the last two before 0.23, for invalid text and for keys that cannot be hashed."""
 _UNDECODABLE: Final = object()
 _plain: Final = msgspec.msgpack.Decoder().decode
 _raw_items: Final = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode

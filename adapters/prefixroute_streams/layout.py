@@ -1,10 +1,11 @@
 """The maps that an engine sends today, typed: msgspec checks the fields while it reads them, and no dict is made.
 
 Rules:
-1. A payload is read this way whole or not at all. Whatever is not of the layout (older arrays, an unknown tag, a field
-   of another type or out of its range) sends it to the tolerant way, which says what is wrong with which event.
-2. What both ways read they read alike, but for neighbouring removals of one tier and group: here they are one event.
-   vLLM sends one for each evicted block, and what they do is the same.
+1. A payload is read this way whole or not at all. If anything in it is not of the layout (older arrays, an unknown
+   tag, a field of another type or out of its range), `batch` reads it field by field and says what is wrong with which
+   event.
+2. Both ways read a payload alike, but for neighbouring removals of one tier and group: here they become one event.
+   vLLM sends one for each evicted block, and the effect is the same.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ E = TypeVar("E")
 
 
 class Removal(Protocol):
-    """What a layout's struct of a removal has at least."""
+    """The fields that a layout's struct of a removal must have."""
 
     block_hashes: list[int]
     medium: str | None

@@ -30,6 +30,21 @@ _VERSION: Final = re.compile(r"(\d{1,4})\.(\d{1,4})\b")
 _REPORTS_SINCE: Final = (0, 30)
 
 
+async def describe(
+    base_url: str, *, timeout_s: float = TIMEOUT_S, client: httpx.AsyncClient | None = None
+) -> list[EventSource] | None:
+    """Return the event sources that the engine at `base_url` tells, in rank order, with `bind` unknown.
+
+    None when it cannot be reached or does not know the question (before 0.31); empty when it publishes nothing.
+    """
+    host = host_of(base_url)
+    told = await fetch_json(base_url.rstrip("/") + "/kv_event_sources", timeout_s, client)
+    if not isinstance(told, dict):
+        return None
+    found = [_source(rank, config, host) for rank, config in told.items()]
+    return sorted((source for source in found if source is not None), key=lambda source: source.rank)
+
+
 async def discover(
     base_url: str,
     *,
@@ -46,13 +61,10 @@ async def discover(
     the path, the other arguments say what rank 0 was configured with. An engine that answers without any source
     publishes nothing: the list is empty, and `HOW_TO_PUBLISH` says what to add to its command.
     """
-    host = host_of(base_url)
-    told = await fetch_json(base_url.rstrip("/") + "/kv_event_sources", timeout_s, client)
-    if isinstance(told, dict):
-        found = [_source(rank, config, host) for rank, config in told.items()]
-        sources = sorted((source for source in found if source is not None), key=lambda source: source.rank)
+    sources = await describe(base_url, timeout_s=timeout_s, client=client)
+    if sources is not None:
         return [source._replace(bind=await is_bound(source, ENGINE.binding_hosts, timeout_s)) for source in sources]
-    return sources_of_ranks(endpoint, replay_endpoint, topic, ranks, host)
+    return sources_of_ranks(endpoint, replay_endpoint, topic, ranks, host_of(base_url))
 
 
 async def reports_on_request(

@@ -1,4 +1,4 @@
-"""Where an engine publishes: the addresses of its sockets, and who binds them.
+"""The addresses of an engine's sockets as a consumer uses them, and who binds them.
 
 Rules:
 1. The engine binds its event socket when its configuration says so, or when the endpoint contains one of the

@@ -25,7 +25,7 @@ TOKENS_PER_S = 500.0
 """So slow that the gain is plain on any machine, however busy it is."""
 
 
-class Site(NamedTuple):
+class AttachedEngine(NamedTuple):
     """An engine, the node beside it, and what joins them."""
 
     node: Node
@@ -35,7 +35,7 @@ class Site(NamedTuple):
     client: httpx.AsyncClient
 
 
-class Served(NamedTuple):
+class ServedPrompt(NamedTuple):
     """How a prompt fared."""
 
     decision: Decision
@@ -43,7 +43,7 @@ class Served(NamedTuple):
     cached_tokens: int
 
 
-async def open_site(name: str, engine: SlotsEngine, stack: AsyncExitStack, settings: NodeSettings) -> Site:
+async def open_site(name: str, engine: SlotsEngine, stack: AsyncExitStack, settings: NodeSettings) -> AttachedEngine:
     """Start an engine and a node; `stack` stops both."""
     client = await stack.enter_async_context(httpx.AsyncClient())
     url = await stack.enter_async_context(serving(engine))
@@ -59,10 +59,10 @@ async def open_site(name: str, engine: SlotsEngine, stack: AsyncExitStack, setti
         client,
         interval_s=0.05,
     )
-    return Site(node, driver, endpoint, watcher, client)
+    return AttachedEngine(node, driver, endpoint, watcher, client)
 
 
-def join(*sites: Site) -> None:
+def join(*sites: AttachedEngine) -> None:
     """Make all sites each other's peers."""
     for site in sites:
         for other in sites:
@@ -71,7 +71,7 @@ def join(*sites: Site) -> None:
                 site.node.add_peer(other.node.node, other.driver.transport.address, site.driver.now())
 
 
-async def ask(site: Site, prompt: list[int]) -> Served:
+async def ask(site: AttachedEngine, prompt: list[int]) -> ServedPrompt:
     """Serve a prompt that came to `site`, wherever that is best."""
     decision = site.node.route(prompt, site.driver.now())
     endpoint: str | None = decision.target
@@ -86,11 +86,11 @@ async def ask(site: Site, prompt: list[int]) -> Served:
             continue
         told, now = reply.json(), site.driver.now()
         site.node.report(decision, Outcome.served(told["cached_tokens"], now - began), now)
-        return Served(decision, told["tokens"], told["cached_tokens"])
+        return ServedPrompt(decision, told["tokens"], told["cached_tokens"])
     raise RuntimeError("no engine answered")
 
 
-def knows(site: Site, endpoint: str, blocks: int) -> bool:
+def knows(site: AttachedEngine, endpoint: str, blocks: int) -> bool:
     """Whether `site` has heard that an endpoint holds so many blocks, and that it is not busy with them any more."""
     rows = {row.endpoint: row for row in site.node.stats(site.driver.now()).endpoints}
     return endpoint in rows and rows[endpoint].blocks >= blocks and rows[endpoint].push_back == "open"
@@ -120,7 +120,7 @@ async def _main() -> int:
             stack.callback(task.cancel)
         join(first, second)
 
-        async def show(title: str, site: Site, prompt: list[int]) -> Served:
+        async def show(title: str, site: AttachedEngine, prompt: list[int]) -> ServedPrompt:
             nonlocal wrong
             served = await ask(site, prompt)
             right = served.cached_tokens == served.decision.matched_tokens

@@ -3,62 +3,39 @@
 #
 #   examples/launch/setup_sglang.sh VENV
 #
-# Rules: safe to repeat (a finished environment is left alone, a half-made one is completed); packages come from
-# wherever pip is configured to look (PIP_* variables and pip.conf hold); nothing outside VENV is touched.
-# Takes about 2.7 GB and a few minutes. PYTHON names the interpreter, which must be 3.11: the engine's wheel is.
+# Takes about 2.7 GB and a few minutes, and may be repeated. PYTHON names the interpreter, which must be 3.11: the
+# engine's wheel is.
 set -euo pipefail
 
-SGLANG=0.5.23
-TORCH=2.13.0+cpu
-
-say() { printf 'setup_sglang: %s\n' "$*"; }
-die() { printf 'setup_sglang: %s\n' "$*" >&2; exit 1; }
-
-[ $# -eq 1 ] && [ -n "$1" ] && [ "${1#-}" = "$1" ] || die "usage: setup_sglang.sh VENV   (a folder to make, or to complete)"
-venv=$1
-py=$venv/bin/python
+engine=sglang label=SGLang version=0.5.23 made=bin/python
+. "$(dirname "$0")/setup_common.sh"
+begin "$@"
 here=$(cd "$(dirname "$0")" && pwd)
-done_mark=$venv/.sglang-$SGLANG-ready
-
-if [ -e "$done_mark" ] && [ -x "$py" ]; then
-  say "$venv already holds SGLang $SGLANG"
-  exit 0
-fi
 
 # --- what must be there before 3 GB are fetched
 [ "$(uname -sm)" = "Linux x86_64" ] || die "SGLang's wheel is for Linux on x86-64"
-if [ -z "${PYTHON:-}" ]; then
-  PYTHON=$(command -v python3.11) || die "no python3.11 found; set PYTHON"
-fi
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
-  die "SGLang $SGLANG's wheel is for Python 3.11, $PYTHON is not; set PYTHON"
+wants_python 'v == (3, 11)' "SGLang $version's wheel is for Python 3.11" python3.11
 "$PYTHON" -c 'import os; v = os.confstr("CS_GNU_LIBC_VERSION").split()[1].split("."); exit([*map(int, v)] < [2, 34])' ||
   die "SGLang's wheel needs glibc 2.34 or newer"
 
 # --- 1. the environment and torch
-[ -x "$py" ] || { say "making $venv"; "$PYTHON" -m venv "$venv"; }
-installed() { "$py" -c 'import sys; from importlib.metadata import version; print(version(sys.argv[1]))' "$1" 2>/dev/null || true; }
-if [ "$(installed torch)" != "$TORCH" ]; then
-  say "torch $TORCH"
-  "$py" -m pip install --quiet "torch==$TORCH" ||
-    die "pip found no torch $TORCH: set PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL to a place that holds torch's CPU wheels"
-fi
+make_environment
 
 # --- 2. the engine, and of its requirements what serving a text model on a CPU imports
-if [ "$(installed sglang)" != "$SGLANG" ]; then
-  say "SGLang $SGLANG and its requirements"
+if [ "$(installed sglang)" != "$version" ]; then
+  say "SGLang $version and its requirements"
   "$py" -m pip install --quiet \
     apache-tvm-ffi==0.1.11 openai==2.8.0 sentencepiece==0.2.1 tokenizers==0.23.2 transformers==5.19.0 xgrammar==0.2.7 \
     aiohttp dill distro einops fastapi gguf interegular IPython jsonschema msgspec ninja numpy nvidia-ml-py orjson \
     packaging partial_json_parser pillow prometheus-client psutil pybase64 pydantic python-multipart pyzmq regex \
     requests setproctitle soundfile tqdm triton uvicorn uvloop watchfiles xxhash zstandard
   "$py" -m pip install --quiet --no-deps compressed-tensors==0.18.0 loguru
-  "$py" -m pip install --quiet --no-deps "sglang==$SGLANG"
+  "$py" -m pip install --quiet --no-deps "sglang==$version"
 fi
 
 # --- 3. stand-ins for two packages that the engine imports but does not use on a CPU
-site=$("$py" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-cat >"$site/lan4_stand_ins.py" <<'PYTHON_END'
+site=$(site_packages)
+cat >"$site/prefixroute_stand_ins.py" <<'PYTHON_END'
 """Importable nothing for packages that are not installed, so that a CPU engine gets past its imports.
 
 Whoever imports one of ABSENT, or a name from it, gets `Nothing`; whoever asks `importlib.util.find_spec` whether
@@ -134,16 +111,15 @@ def install():
     importlib.util.find_spec = find_spec
     sys.meta_path.append(Finder)
 PYTHON_END
-echo 'import lan4_stand_ins; lan4_stand_ins.install()' >"$site/lan4_stand_ins.pth"
+echo 'import prefixroute_stand_ins; prefixroute_stand_ins.install()' >"$site/prefixroute_stand_ins.pth"
 
 # --- 4. the made-up models, the same ones as vLLM's
 for preset in small tiny; do
   model=$venv/prefixroute-models/$preset
-  [ -e "$model/config.json" ] || { say "model $preset"; "$py" "$here/prefixroute_lan4/build_model.py" "$model" --preset "$preset" >/dev/null; }
+  [ -e "$model/config.json" ] || { say "model $preset"; "$py" "$here/prefixroute_launch/build_model.py" "$model" --preset "$preset" >/dev/null; }
 done
 
 said=$(CUDA_VISIBLE_DEVICES='' SGLANG_USE_CPU_ENGINE=1 "$py" -m sglang.launch_server --help 2>&1) ||
   die "the engine does not start: $(printf '%s' "$said" | tail -n 3)"
 case $said in *--kv-events-config*) ;; *) die "this SGLang has no --kv-events-config" ;; esac
-: >"$done_mark"
-say "ready. Now:  export PREFIXROUTE_SGLANG_ENV=$(cd "$venv" && pwd)"
+finish

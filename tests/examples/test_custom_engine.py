@@ -21,7 +21,7 @@ import httpx
 import pytest
 from engine import SlotCache, SlotsEngine
 from prefixroute_slots import BLOCK, SlotsWatcher, decode, decode_load
-from run import Served, Site, ask, join, open_site
+from run import AttachedEngine, ServedPrompt, ask, join, open_site
 
 from prefixroute import (
     BlocksCleared,
@@ -303,12 +303,12 @@ async def until(what: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-def blocks(site: Site, endpoint: str) -> int:
+def blocks(site: AttachedEngine, endpoint: str) -> int:
     """How many blocks a site believes an endpoint to hold."""
     return next((row.blocks for row in site.node.stats(site.driver.now()).endpoints if row.endpoint == endpoint), 0)
 
 
-async def served(site: Site, prompt: list[int]) -> Served:
+async def served(site: AttachedEngine, prompt: list[int]) -> ServedPrompt:
     result = await ask(site, prompt)
     await site.watcher.poll()
     return result

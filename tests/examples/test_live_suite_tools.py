@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 from live_memory import pss_bytes
-from live_oracle import Compared, Tally
+from live_oracle import Compared, EstimateTally
 from live_proxy import BadLink, bad_link
 
 DEADLINE_S = 20.0
@@ -46,7 +46,7 @@ def test_an_estimate_is_right_or_not(
 
 
 def test_lossy_requests_are_counted_apart() -> None:
-    tally = Tally()
+    tally = EstimateTally()
     assert (tally.share_within(), tally.text()) == (1.0, [])
     tally.rows += [Compared("", "", "", 0, 0, 32, True), Compared("", "", "", 0, 640, 32, False)]
     assert (tally.share_within(), tally.share_within(whole=False)) == (1.0, 0.0)

@@ -58,7 +58,7 @@ def test_recording_keeps_each_message_once_and_ends_with_the_life(recorder: Modu
     recording = recorder.Recording(tmp_path / "out")
 
     def message(seq: int, payload: bytes) -> object:
-        return recorder.Message("t", seq, payload, 3)
+        return recorder.RecordedMessage("t", seq, payload, 3)
 
     assert recording.take(message(0, b"\xc0"), 1.0)
     assert recording.take(message(0, b"\xc0"), 1.1)  # replayed and live

@@ -283,7 +283,7 @@ def test_setup_refuses_to_guess_and_leaves_a_ready_environment_alone(tmp_path: P
     without = subprocess.run([script], capture_output=True, text=True, check=False)
     assert without.returncode != 0
     assert "usage" in without.stderr
-    version = next(line for line in script.read_text().splitlines() if line.startswith("SGLANG=")).partition("=")[2]
+    version = script.read_text().partition(" version=")[2].split()[0]
     (tmp_path / f".sglang-{version}-ready").touch()
     (tmp_path / "bin").mkdir()
     write_program(tmp_path / "bin" / "python", "raise SystemExit('must not run')")
@@ -299,8 +299,8 @@ def stand_ins() -> str:
 
 STAND_IN_CHECKS = """
 import importlib.util
-import lan4_stand_ins
-lan4_stand_ins.install()
+import prefixroute_stand_ins
+prefixroute_stand_ins.install()
 import torchvision.transforms
 from sgl_kernel import anything, decorate
 from sgl_kernel.deep.down import Base
@@ -330,7 +330,7 @@ else:
 
 
 def test_stand_ins_can_be_imported_and_say_that_they_are_absent(tmp_path: Path) -> None:
-    (tmp_path / "lan4_stand_ins.py").write_text(stand_ins())
+    (tmp_path / "prefixroute_stand_ins.py").write_text(stand_ins())
     done = subprocess.run(
         [sys.executable, "-c", STAND_IN_CHECKS],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
@@ -342,10 +342,10 @@ def test_stand_ins_can_be_imported_and_say_that_they_are_absent(tmp_path: Path) 
 
 
 def test_an_installed_package_wins_over_its_stand_in(tmp_path: Path) -> None:
-    (tmp_path / "lan4_stand_ins.py").write_text(stand_ins())
+    (tmp_path / "prefixroute_stand_ins.py").write_text(stand_ins())
     (tmp_path / "torchvision.py").write_text("real = True\n")
     check = (
-        "import importlib.util, lan4_stand_ins; lan4_stand_ins.install(); import torchvision; "
+        "import importlib.util, prefixroute_stand_ins; prefixroute_stand_ins.install(); import torchvision; "
         "assert torchvision.real is True; assert importlib.util.find_spec('torchvision').origin"
     )
     done = subprocess.run(

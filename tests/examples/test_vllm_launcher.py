@@ -250,11 +250,11 @@ def test_presets_give_consistent_configs() -> None:
     small = build_model.config(build_model.PRESETS["small"])
     assert (small["head_dim"], small["num_key_value_heads"], small["max_position_embeddings"]) == (64, 4, 4096)
     with pytest.raises(ValueError, match="multiple of heads"):
-        build_model.config(build_model.Shape(100, 1, 3, 1, 64, 128))
+        build_model.config(build_model.ModelShape(100, 1, 3, 1, 64, 128))
 
 
 def test_six_numbers_or_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    assert build_model.parse(["d", "64", "1", "4", "2", "96", "512"])[1] == build_model.Shape(64, 1, 4, 2, 96, 512)
+    assert build_model.parse(["d", "64", "1", "4", "2", "96", "512"])[1] == build_model.ModelShape(64, 1, 4, 2, 96, 512)
     assert build_model.parse(["d", "--preset", "tiny"])[1] == build_model.PRESETS["tiny"]
     for wrong in (["d"], ["d", "64", "1"], ["d", "64", "1", "4", "2", "96", "512", "--preset", "tiny"]):
         with pytest.raises(SystemExit):
@@ -267,7 +267,7 @@ def test_setup_refuses_to_guess_and_leaves_a_ready_environment_alone(tmp_path: P
     without = subprocess.run([script], capture_output=True, text=True, check=False)
     assert without.returncode != 0
     assert "usage" in without.stderr
-    version = next(line for line in script.read_text().splitlines() if line.startswith("VLLM=")).partition("=")[2]
+    version = script.read_text().partition(" version=")[2].split()[0]
     (tmp_path / f".vllm-{version}-ready").touch()
     write_program(tmp_path / "v", "")
     (tmp_path / "bin").mkdir()

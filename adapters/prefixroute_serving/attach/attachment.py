@@ -1,14 +1,15 @@
 """The engine beside a node, as the node sees it: its data-parallel ranks, their events and their load.
 
 Rules:
-1. `kinds.KINDS` is the only place that tells engines apart; the rest is the same for all.
+1. `kinds.KINDS` names everything that tells engines apart; the rest is the same for all.
 2. Every rank is an endpoint, named by its number. Rank 0 is there from the start, so that the node can serve at once;
    the others come, and any may go, when the engine tells its ranks (`ranks`).
-3. A request says which rank is meant only where there are several: an engine with one need not know the word.
-4. A rank that cannot be followed is told and stops no other one. An engine that says that it publishes nothing is
-   served by routing history until it does, and the log says which option it lacks.
-5. More live blocks than the engine has prove that its stream lost removals: it is read anew, once a while. A gap that
-   no replay has filled is repaired by asking the engine, where it can be asked (`repair`).
+3. A request names a rank only where there are several: an engine with one rank may not know the field.
+4. A rank that cannot be followed is logged, and the others are followed all the same. Where an engine says that it
+   publishes nothing, the node goes by routing history until it does, and the log names the missing option.
+5. More live blocks than the engine has prove that its stream lost removals: the stream is read anew, once in
+   `RESYNC_PAUSE_S` at most. A gap that no replay has filled is repaired by asking the engine, where it can be asked
+   (`repairs`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from .resets import AdminCall, OwnResets
 log = logging.getLogger("prefixroute.sidecar")
 
 RESYNC_PAUSE_S = 60.0
-"""Between two readings anew of one stream: an engine that never tells some removals would else replay for ever."""
+"""The least time between two readings anew of one stream: an engine that never tells some removals would else replay
+for ever."""
 
 TROUBLED_PROBE_S = 0.5
 """How often an engine is asked for its load, at least, while it does not answer or refuses."""
@@ -110,11 +112,11 @@ class Attachment:
         self._ask_now.set()
 
     def before_call(self, path: str) -> Mapping[str, int] | None:
-        """What `called` wants to know of the time before a call that is passed to the engine; None for most calls."""
+        """What `called` needs, taken before a call is passed to the engine; None for calls that empty no cache."""
         return self._resets.clears(self.endpoints) if path in self._kind.empties else None
 
     def called(self, path: str, query: Mapping[str, str], body: bytes, reply: bytes, before: Mapping[str, int]) -> None:
-        """Take note of a call that the engine answered with success: if it emptied the cache, that counts at once."""
+        """Take note of a call that the engine answered with success: the node knows at once if it emptied the cache."""
         if self._kind.empties[path](AdminCall(query, _object(body), _object(reply))):
             self._resets.emptied(self.endpoints, before, self._driver.now())
             self._driver.wake()
@@ -190,7 +192,10 @@ class Attachment:
         self._driver.wake()
 
     def _unless_ours(self, old: EventSource | None, new: EventSource) -> EventSource:
-        """What the engine tells of a rank; a socket that this node binds itself must not be taken for the engine's."""
+        """The source that the engine tells for a rank, or the old one if only `bind` differs and this node binds it.
+
+        `discover` looks whether somebody listens at the address; that must not be this node's own socket.
+        """
         if old is None or old.bind == new.bind or new != old._replace(bind=new.bind):
             return new
         ours = live_address(old.endpoint, old.host, self._kind.follower.engine.binding_hosts, old.bind).bind
@@ -200,7 +205,10 @@ class Attachment:
         return {(name, self._sources[name]): follower.run for name, follower in self._followers.items()}
 
     async def _wanted_loads(self) -> dict[Hashable, Callable[[], Coroutine[Any, Any, None]]]:
-        """Where load is pushed it is asked for as well: a socket that nobody serves cannot be told from a quiet one."""
+        """The load sockets to listen to.
+
+        Pushed load is asked for as well: a socket that nobody serves cannot be told from a quiet one.
+        """
         push = self._kind.push
         if push is None or not self._up:  # before that it cannot tell where
             return {}
@@ -257,7 +265,7 @@ class Attachment:
                 alarm.cancel()
 
     async def _gone(self) -> bool:
-        """True when nobody listens where the engine did: unlike a slow one it cannot be waited for."""
+        """True when nobody listens where the engine did. A slow engine is waited for, one that is gone is not."""
         try:
             await self._client.get(f"{self.config.url}/health", timeout=TIMEOUT_S)
         except httpx.ConnectError:
@@ -267,7 +275,7 @@ class Attachment:
         return False
 
     def _forget_guesses(self) -> None:
-        """What was guessed of an engine without events went with it; one with events will say so itself."""
+        """Drop what was guessed of a silent engine that is gone. One with events tells its restart itself."""
         for endpoint, rank in self.endpoints.items() if self._silent else ():
             self._node.apply(endpoint, EngineBatch((StreamRestarted(),), rank), self._driver.now())
 
@@ -281,7 +289,7 @@ class Attachment:
                 self._driver.wake()
 
     def _with_speed(self, load: LoadReport) -> LoadReport:
-        """Where the engine does not tell its speed, the configuration's guess stands until the node has learnt one."""
+        """The load with the configured speed, where the engine tells none: it counts until the node has learnt one."""
         if load.prefill_tokens_per_s:
             return load
         return replace(load, prefill_tokens_per_s=self.config.prefill_tokens_per_s)

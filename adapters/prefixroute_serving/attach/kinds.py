@@ -1,6 +1,7 @@
 """The kinds of engine: how each is found, followed and asked, and how a request is aimed at one of its ranks.
 
-Rule: KINDS is the only place that tells engines apart; the rest is the same for all.
+Rule: `KINDS` names everything that tells engines apart. The calls that empty a cache are in `resets`, what vLLM reports
+on request is in `repairs`; all other code is the same for both.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which ranks the local engine has and where they publish: asked of it, and asked again when that may have changed.
 
 Rules:
-1. The engine's last word counts. One that does not answer, or cannot tell, changes nothing.
-2. It is asked again when a stream began a new life, when it answers again after it did not, and every `ASK_AGAIN_S`
-   while it cannot tell, publishes nothing, or is not connected: it may come back with other ranks and ports.
+1. The engine's last answer counts. An engine that does not answer, or cannot tell, changes nothing.
+2. It is asked again when a stream shows a restart, when it answers after it did not, and every `ASK_AGAIN_S` seconds
+   while it cannot tell, publishes nothing, or a stream is not connected: it may come back with other ranks and ports.
 3. With endpoints in the configuration the engine is never asked.
 """
 
@@ -32,9 +32,8 @@ CANNOT_TELL = "it does not answer, or is too old to tell: give engine.events"
 
 
 class ToldSources(NamedTuple):
-    """What an engine said of its events. `silent`: that there are none; else no sources means that it could not tell.
-
-    `why` there are no sources.
+    """What an engine said of its events. Without sources, `why` says why: `silent` if it publishes none, else it could
+    not tell.
     """
 
     sources: list[EventSource]
@@ -112,7 +111,7 @@ class RunningTasks:
 
 
 async def _told(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; why it ends is told, and ends nothing else."""
+    """Run `work`; if it fails, log why, and let everything else go on."""
     try:
         await work
     except UsageError as error:

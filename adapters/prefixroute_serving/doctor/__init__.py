@@ -1,1 +1,11 @@
-"""`prefixroute doctor`: what is wrong with running nodes, and what to change."""
+"""``prefixroute doctor``: what is wrong with running sidecars and their engines, and what to change.
+
+| file | is |
+|---|---|
+| `findings.py` | one finding, and HTTP questions that never raise |
+| `engine_checks.py` | version, flags, and where the events go |
+| `listen.py` | what the engine publishes of the doctor's own prompts |
+| `hit_checks.py` | whether the node foresees what its engine reuses |
+| `peer_checks.py` | what must be equal on two nodes, and what UDP carries between them |
+| `examination.py` | all of it in order, for the nodes of some configurations |
+"""

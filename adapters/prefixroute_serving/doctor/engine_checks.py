@@ -9,14 +9,15 @@ Rules:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import httpx
 from prefixroute_inproc import is_tap
-from prefixroute_sglang.discovery import describe
+from prefixroute_sglang import discovery as sglang
 from prefixroute_streams import EventSource
 from prefixroute_streams.engine_http import parse_samples
+from prefixroute_vllm import discovery as vllm
 from prefixroute_zmq.address import Address, live_address, sources_of_ranks
 
 from ..attach import KINDS, EngineConfig
@@ -63,29 +64,6 @@ async def read_facts(ask: Asker, config: EngineConfig) -> EngineFacts:
     return await (_of_sglang if config.kind == "sglang" else _of_vllm)(ask, config, facts)
 
 
-# Adapters' `discover` would also try who binds, by connecting: to a socket that the sidecar binds that is a peer that
-# came and went.
-
-
-async def _vllm_sources(ask: Asker, config: EngineConfig) -> Mapping[int, EventSource] | None:
-    answer = await ask.get(f"{config.url}/kv_event_sources")
-    if not answer.good:
-        return None
-    host = httpx.URL(config.url).host
-    found = {}
-    for rank, told in answer.body.items():
-        endpoint = told.get("endpoint") if isinstance(told, dict) and told.get("enable_kv_cache_events") else None
-        if rank.isdecimal() and isinstance(endpoint, str) and told.get("publisher") != "null":
-            replay = told.get("replay_endpoint") or None
-            found[int(rank)] = EventSource(endpoint, replay, str(told.get("topic") or ""), int(rank), host)
-    return found
-
-
-async def _sglang_sources(ask: Asker, config: EngineConfig) -> Mapping[int, EventSource] | None:
-    published = await describe(config.url, client=ask.client)
-    return None if published is None else {source.rank: source for source in published.events}
-
-
 async def _of_vllm(ask: Asker, config: EngineConfig, facts: EngineFacts) -> EngineFacts:
     version = (await ask.get(f"{config.url}/version")).body.get("version")
     page = await ask.get(f"{config.url}/metrics")
@@ -94,7 +72,7 @@ async def _of_vllm(ask: Asker, config: EngineConfig, facts: EngineFacts) -> Engi
         version=version if isinstance(version, str) else "",
         block_size=_whole(labels.get("block_size")),
         prefix_caching=_flag(labels.get("enable_prefix_caching")),
-        sources=await _vllm_sources(ask, config),
+        sources=_by_rank(await vllm.describe(config.url, timeout_s=ask.timeout_s, client=ask.client)),
     )
 
 
@@ -103,12 +81,22 @@ async def _of_sglang(ask: Asker, config: EngineConfig, facts: EngineFacts) -> En
     for path in ("/server_info", "/get_server_info"):
         told = told or (await ask.get(config.url + path)).body
     off = told.get("disable_radix_cache")
+    published = await sglang.describe(config.url, timeout_s=ask.timeout_s, client=ask.client)
     return facts._replace(
         version=str(told.get("version", "")),
         block_size=_whole(told.get("page_size")),
         prefix_caching=not off if isinstance(off, bool) else None,
-        sources=await _sglang_sources(ask, config),
+        sources=_by_rank(published.events if published is not None else None),
     )
+
+
+def _by_rank(sources: Sequence[EventSource] | None) -> Mapping[int, EventSource] | None:
+    """The sources that an engine tells, by rank; None when it does not know the question.
+
+    Taken from `describe`. `discover` would also try who binds, by connecting: to a socket that the sidecar binds that
+    would be a peer that came and went.
+    """
+    return None if sources is None else {source.rank: source for source in sources}
 
 
 def check_engine(node: str, config: EngineConfig, facts: EngineFacts) -> list[Finding]:

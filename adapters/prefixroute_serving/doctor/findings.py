@@ -1,6 +1,6 @@
 """What the doctor says and how it asks: one finding a line, and HTTP that never raises for what is answered.
 
-Rule: a fault is what makes overlap silently less than it could be, or mixes what must stay apart. What only may cost
+Rule: a fault silently makes caches overlap less than they could, or mixes what must stay apart. What may only cost
 something is a warning, and does not make the examination fail.
 """
 
@@ -67,6 +67,7 @@ class Asker:
 
     def __init__(self, client: httpx.AsyncClient, timeout_s: float) -> None:
         self.client = client
+        self.timeout_s = timeout_s
         self._timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
 
     async def get(self, url: str, **query: object) -> HttpAnswer:

@@ -98,7 +98,7 @@ class WorkloadSettings:
             raise UsageError(f"the Zipf exponent must be 0 or more, not {self.zipf}")
 
 
-class Subject(NamedTuple):
+class QuestionSubject(NamedTuple):
     """A shared prefix, and the questions that may follow it (without end when the text is made up)."""
 
     name: str
@@ -151,19 +151,19 @@ def make_trace(settings: WorkloadSettings, mmlu: Path | None = None) -> DemoTrac
 # --- made-up text ------------------------------------------------------------------------------------------
 
 
-def made_up_subjects(settings: WorkloadSettings) -> list[Subject]:
+def made_up_subjects(settings: WorkloadSettings) -> list[QuestionSubject]:
     """The 57 subjects with made-up examples and questions without end."""
     return [_made_up_subject(name, settings) for name in SUBJECTS]
 
 
-def _made_up_subject(name: str, settings: WorkloadSettings) -> Subject:
+def _made_up_subject(name: str, settings: WorkloadSettings) -> QuestionSubject:
     rng = random.Random(f"{settings.seed}/{name}")
     shortest, longest = settings.prefix_tokens
     drawn = rng.lognormvariate(math.log(settings.prefix_median_tokens), settings.prefix_sigma)
     tokens = min(max(drawn, shortest), longest)
     shot_tokens = (tokens - _HEADER_FRAME) / _SHOTS - _SHOT_FRAME
     shots = [_question(rng, shot_tokens) + f" {rng.choice(_LETTERS)}\n\n" for _ in range(_SHOTS)]
-    return Subject(name, header(name) + "".join(shots), _made_up_questions(rng, settings.tail_tokens))
+    return QuestionSubject(name, header(name) + "".join(shots), _made_up_questions(rng, settings.tail_tokens))
 
 
 def _made_up_questions(rng: random.Random, tail_tokens: tuple[int, int]) -> Iterator[str]:
@@ -198,7 +198,7 @@ def format_question(stem: str, options: Sequence[str]) -> str:
 # --- the real files ----------------------------------------------------------------------------------------
 
 
-def read_mmlu(folder: Path, seed: int) -> list[Subject]:
+def read_mmlu(folder: Path, seed: int) -> list[QuestionSubject]:
     """The subjects of an MMLU folder: ``dev/NAME_dev.csv`` (examples) and ``test/NAME_test.csv`` (questions).
 
     Rows are question, four options, answer (a letter, or 0 to 3); a heading row is allowed. Questions come in
@@ -210,7 +210,7 @@ def read_mmlu(folder: Path, seed: int) -> list[Subject]:
     return [_mmlu_subject(folder, path, seed) for path in dev_files]
 
 
-def _mmlu_subject(folder: Path, dev_file: Path, seed: int) -> Subject:
+def _mmlu_subject(folder: Path, dev_file: Path, seed: int) -> QuestionSubject:
     name = dev_file.name.removesuffix("_dev.csv")
     test_file = folder / "test" / f"{name}_test.csv"
     if not test_file.is_file():
@@ -220,7 +220,7 @@ def _mmlu_subject(folder: Path, dev_file: Path, seed: int) -> Subject:
     random.Random(f"{seed}/{name}").shuffle(questions)
     title = name.replace("_", " ")
     solved = "".join(f"{format_question(row.stem, row.options)} {row.answer}\n\n" for row in shots)
-    return Subject(title, header(title) + solved, itertools.cycle(questions))
+    return QuestionSubject(title, header(title) + solved, itertools.cycle(questions))
 
 
 class _Row(NamedTuple):

@@ -28,7 +28,7 @@ CORPUS_FILES = 150
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
-class Shape(NamedTuple):
+class ModelShape(NamedTuple):
     """Dimensions of a Llama-like model, in the order of the command line."""
 
     hidden: int
@@ -40,9 +40,9 @@ class Shape(NamedTuple):
 
 
 PRESETS = {
-    "tiny": Shape(256, 2, 4, 2, 512, 4096),
-    "small": Shape(768, 12, 12, 4, 2048, 4096),
-    "hyb": Shape(256, 6, 4, 2, 512, 4096),
+    "tiny": ModelShape(256, 2, 4, 2, 512, 4096),
+    "small": ModelShape(768, 12, 12, 4, 2048, 4096),
+    "hyb": ModelShape(256, 6, 4, 2, 512, 4096),
 }
 """`tiny`, 2.2 M parameters, for protocol tests; `small`, 78.7 M, whose prefill on a CPU can be seen; `hyb`, whose
 layers are of two kinds: two with a sliding window, then one with full attention, and again."""
@@ -54,7 +54,7 @@ WINDOW = 128
 LORA_RANK = 8
 
 
-def config(shape: Shape) -> dict[str, object]:
+def config(shape: ModelShape) -> dict[str, object]:
     """Return the `config.json` of `shape`; ValueError when hidden size, heads and kv_heads do not divide."""
     if shape.hidden % shape.heads or shape.heads % shape.kv_heads:
         raise ValueError(f"hidden must be a multiple of heads, and heads of kv_heads: {shape}")
@@ -79,7 +79,7 @@ def config(shape: Shape) -> dict[str, object]:
     }
 
 
-def hybrid_config(shape: Shape) -> dict[str, object]:
+def hybrid_config(shape: ModelShape) -> dict[str, object]:
     """Return the `config.json` of `shape` with two window layers to each full one; ValueError as `config`."""
     kinds = ["full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(shape.layers)]
     plain = config(shape)
@@ -125,7 +125,7 @@ def build_tokenizer(out: Path) -> None:
     ).save_pretrained(str(out))
 
 
-def build_lora(out: Path, shape: Shape) -> None:
+def build_lora(out: Path, shape: ModelShape) -> None:
     """Write an adapter for a model of `shape`: its answers are the model's own, its cache is not."""
     numpy: Any = import_module("numpy")
     save: Any = import_module("safetensors.numpy").save_file
@@ -152,7 +152,7 @@ def build_lora(out: Path, shape: Shape) -> None:
     (out / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def build(out: Path, shape: Shape, hybrid: bool = False) -> None:
+def build(out: Path, shape: ModelShape, hybrid: bool = False) -> None:
     """Write the model folder; the config comes last, so that a folder with one is a whole folder."""
     out.mkdir(parents=True, exist_ok=True)
     settings = json.dumps(hybrid_config(shape) if hybrid else config(shape), indent=2)
@@ -160,30 +160,30 @@ def build(out: Path, shape: Shape, hybrid: bool = False) -> None:
     (out / "config.json").write_text(settings + "\n", encoding="utf-8")
 
 
-class Wanted(NamedTuple):
+class ModelRequest(NamedTuple):
     """What the command line asks for."""
 
     out: Path
-    shape: Shape
+    shape: ModelShape
     hybrid: bool = False
     lora: bool = False
 
 
-def parse(argv: list[str] | None) -> Wanted:
+def parse(argv: list[str] | None) -> ModelRequest:
     """Read the command line; exits with status 2 and a message when it makes no sense."""
     parser = argparse.ArgumentParser(
         description="Make a model folder (tokenizer and config.json) that an engine serves with made-up weights."
     )
     parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("shape", type=int, nargs="*", metavar="N", help=" ".join(Shape._fields))
+    parser.add_argument("shape", type=int, nargs="*", metavar="N", help=" ".join(ModelShape._fields))
     parser.add_argument("--preset", choices=sorted(PRESETS))
     parser.add_argument("--lora", action="store_true", help="a LoRA adapter for such a model instead")
     args = parser.parse_args(argv)
     if args.preset and not args.shape:
-        return Wanted(args.out, PRESETS[args.preset], args.preset in HYBRIDS, args.lora)
-    if args.preset or len(args.shape) != len(Shape._fields):
-        parser.error(f"pass --preset, or the six numbers: {' '.join(Shape._fields)}")
-    return Wanted(args.out, Shape(*args.shape), lora=args.lora)
+        return ModelRequest(args.out, PRESETS[args.preset], args.preset in HYBRIDS, args.lora)
+    if args.preset or len(args.shape) != len(ModelShape._fields):
+        parser.error(f"pass --preset, or the six numbers: {' '.join(ModelShape._fields)}")
+    return ModelRequest(args.out, ModelShape(*args.shape), lora=args.lora)
 
 
 def main(argv: list[str] | None = None) -> int:

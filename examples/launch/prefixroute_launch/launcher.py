@@ -1,9 +1,9 @@
-"""Starting the engines of the example: one shape for every kind.
+"""Start an engine of any kind in one way: the emulator here, vLLM and SGLang in modules of their own.
 
 Rules:
 1. A launcher owns one engine process (and its process group) for one life: start, wait, stop or kill.
-2. `EngineSpec` says what the example wants; `RunningEngine` says what it got, in the words that a sidecar's
-   configuration needs.
+2. `EngineSpec` says what is wanted; `RunningEngine` says what came of it, in the words that `EngineConfig` of
+   `prefixroute_serving.attach` has.
 3. A launcher module is imported only when its kind is asked for.
 """
 
@@ -12,14 +12,14 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import httpx
 
-from .processes import ChildProcess
+from .processes import HOST, ChildProcess
 
 LAUNCHERS = {
     "emulated": ("prefixroute_launch.launcher", "EmulatedLauncher"),
@@ -48,6 +48,11 @@ class EngineSpec:
     index: int
     run_dir: Path
     ranks: int = 1
+
+    @property
+    def url(self) -> str:
+        """Where the engine will answer."""
+        return f"http://{HOST}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,11 @@ def launcher_for(kind: str) -> LauncherFactory:
     return factory
 
 
+def words_of(options: Mapping[str, object]) -> list[str]:
+    """A command line's options and their values, word by word."""
+    return [word for option, value in options.items() for word in (option, str(value))]
+
+
 def kv_events_config(spec: EngineSpec) -> str:
     """The value of the engine's ``--kv-events-config``, the same for a real vLLM and the emulator."""
     return json.dumps(
@@ -154,7 +164,7 @@ class EmulatedLauncher:
             f"engine of {spec.name}", self._argv(), spec.run_dir / f"{spec.name}.engine.log"
         )
         return RunningEngine(
-            url=f"http://127.0.0.1:{spec.port}",
+            url=spec.url,
             pid=self._process.pid,
             model=self.model,
             events_endpoint=spec.events_endpoint,
@@ -168,8 +178,7 @@ class EmulatedLauncher:
         """Poll ``/health`` until it answers."""
         assert self._process is not None, "start() first"
         async with httpx.AsyncClient(trust_env=False) as client:
-            url = f"http://127.0.0.1:{self._spec.port}"
-            await self._process.wait_until(lambda: answers_health(client, url), self.ready_timeout_s)
+            await self._process.wait_until(lambda: answers_health(client, self._spec.url), self.ready_timeout_s)
 
     async def stop(self) -> None:
         """End the emulator."""
@@ -193,7 +202,4 @@ class EmulatedLauncher:
             "--decode-s-per-token": timing.decode_s_per_token,
             "--kv-events-config": kv_events_config(spec),
         }
-        argv = [sys.executable, "-m", "prefixroute.emulator"]
-        for option, value in options.items():
-            argv += [option, str(value)]
-        return argv
+        return [sys.executable, "-m", "prefixroute.emulator", *words_of(options)]

@@ -4,7 +4,7 @@ Rules:
 1. An engine is never imported here: it is a program that is started, asked over HTTP and ended.
 2. An engine leaves nothing behind, however it ends: its sockets and other temporary files are in a folder of its
    own, and its shared memory is unlinked (a killed engine leaves some in /dev/shm).
-3. Nothing here knows which engine it is; `vllm_engine` and `sglang_engine` say what differs.
+3. Nothing here knows which engine it is; `vllm_launcher` and `sglang_launcher` say what differs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class EngineHome(ABC):
     label: ClassVar[str]
     """The engine's name as its users write it."""
     word: ClassVar[str]
-    """Its kind, as in `engines.LAUNCHERS`; the variables and the set-up script are named after it."""
+    """Its kind, as in `launcher.LAUNCHERS`; the variables and the set-up script are named after it."""
 
     @classmethod
     def variable(cls, what: str) -> str:
@@ -100,7 +100,7 @@ class RealLauncher(ABC, Generic[_Home]):
     `spec` is what the engine can do of what was asked. UsageError at once when the engine is missing.
     """
 
-    model: ClassVar[str] = "lan4"
+    model: ClassVar[str] = "made-up"
     reset_path: ClassVar[str]
     prefill_tokens_per_s: ClassVar[Mapping[str, float]]
     """First guesses by preset, one core of a noisy 2-core machine."""
@@ -133,12 +133,12 @@ class RealLauncher(ABC, Generic[_Home]):
         settings, spec = self._settings, self._spec
         await ensure_model(settings)
         spec.run_dir.mkdir(parents=True, exist_ok=True)
-        self._scratch = Path(tempfile.mkdtemp(prefix=f"lan4-{settings.word}-"))
+        self._scratch = Path(tempfile.mkdtemp(prefix=f"engine-{settings.word}-"))
         log = spec.run_dir / f"{spec.name}.engine.log"
         environment = self.environment(self._scratch)
         self._process = ChildProcess.start(f"engine of {spec.name}", self.argv(), log, environment)
         return RunningEngine(
-            url=f"http://127.0.0.1:{spec.port}",
+            url=spec.url,
             pid=self._process.pid,
             model=self.model,
             events_endpoint=spec.events_endpoint,
@@ -153,7 +153,7 @@ class RealLauncher(ABC, Generic[_Home]):
     async def wait_ready(self) -> None:
         """Wait for ``/health``, then for one short answer: the first forward pass is slower than the rest."""
         assert self._process is not None, "start() first"
-        url = f"http://127.0.0.1:{self._spec.port}"
+        url = self._spec.url
         async with httpx.AsyncClient(trust_env=False) as client:
 
             async def healthy() -> bool:
@@ -224,9 +224,15 @@ def core_of(spec: EngineSpec) -> int:
     return cores[spec.index % len(cores)]
 
 
-def searched_path(home: EngineHome) -> str:
-    """Return a PATH on which the environment's own programs come first."""
-    return f"{home.env / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+def common_environment(home: EngineHome, scratch: Path) -> dict[str, str]:
+    """Return what every engine has around it: no downloads, its own programs first, `scratch` for temporary files."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONPATH": "",  # this process's packages are not the engine's
+        "TMPDIR": str(scratch),
+        "PATH": f"{home.env / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
 
 
 async def ensure_model(settings: EngineHome) -> Path:

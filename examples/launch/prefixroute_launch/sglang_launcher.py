@@ -1,4 +1,4 @@
-"""A real SGLang on the CPU as the example's engine.
+"""A real SGLang on the CPU, as an engine to try things with.
 
 Rules:
 1. SGLang lives in an environment of its own, which `setup_sglang.sh` makes.
@@ -23,8 +23,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from .launcher import EngineSpec
-from .real_engine import EngineHome, RealLauncher, core_of, searched_path, with_ipc_events
+from .launcher import EngineSpec, words_of
+from .real_engine import EngineHome, RealLauncher, common_environment, core_of, with_ipc_events
 
 WARM_UP_TOKENS = 2
 WARM_UP_SALT = "warm-up"
@@ -34,9 +34,6 @@ _ENVIRONMENT = {
     # else every /health of an idle engine generates a token, which at page size 1 is cached and published
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     "CUDA_VISIBLE_DEVICES": "",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "PYTHONPATH": "",  # this process's packages are not SGLang's
 }
 
 
@@ -132,18 +129,15 @@ def serve_argv(spec: EngineSpec, settings: SglangSettings, served_name: str) -> 
         "--enable-metrics",
     )
     argv = [str(settings.python), "-m", "sglang.launch_server"]
-    for option, value in options.items():
-        argv += [option, str(value)]
-    return [*argv, *flags, *settings.extra_args]
+    return [*argv, *words_of(options), *flags, *settings.extra_args]
 
 
 def serve_environment(spec: EngineSpec, settings: SglangSettings, scratch: Path) -> dict[str, str]:
     """Return what is added to the environment of one engine; `scratch` takes its temporary files."""
     return {
+        **common_environment(settings, scratch),
         **_ENVIRONMENT,
         "SGLANG_CPU_OMP_THREADS_BIND": str(core_of(spec)),
         # what some options make SGLang compile; the options here do not
         "TORCH_EXTENSIONS_DIR": str(settings.env / "prefixroute-cache"),
-        "TMPDIR": str(scratch),
-        "PATH": searched_path(settings),
     }

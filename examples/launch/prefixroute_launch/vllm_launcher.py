@@ -1,4 +1,4 @@
-"""A real vLLM on the CPU as the example's engine.
+"""A real vLLM on the CPU, as an engine to try things with.
 
 Rules:
 1. vLLM lives in an environment of its own, which `setup_vllm.sh` makes.
@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import build_model
-from .launcher import EngineSpec, kv_events_config
-from .real_engine import EngineHome, RealLauncher, core_of, searched_path, with_ipc_events
+from .launcher import EngineSpec, kv_events_config, words_of
+from .real_engine import EngineHome, RealLauncher, common_environment, core_of, with_ipc_events
 
 BLOCK_UNIT = 32
 """vLLM's CPU attention takes blocks of 32 tokens and multiples; 16 fails at start."""
@@ -37,9 +37,6 @@ _ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "PYTHONPATH": "",  # this process's packages are not vLLM's
 }
 
 
@@ -121,19 +118,16 @@ def serve_argv(spec: EngineSpec, settings: VllmSettings, served_name: str) -> li
     if spec.ranks > 1:
         options["--data-parallel-size"] = spec.ranks
     argv = [str(settings.program), "serve", str(settings.model_dir)]
-    for option, value in options.items():
-        argv += [option, str(value)]
-    return [*argv, *flags, *settings.extra_args]
+    return [*argv, *words_of(options), *flags, *settings.extra_args]
 
 
 def serve_environment(spec: EngineSpec, settings: VllmSettings, scratch: Path) -> dict[str, str]:
     """Return what is added to the environment of one engine; `scratch` takes its temporary files."""
     return {
+        **common_environment(settings, scratch),
         **_ENVIRONMENT,
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(
             str(core_of(replace(spec, index=spec.index + rank))) for rank in range(spec.ranks)
         ),
         "VLLM_CACHE_ROOT": str(settings.env / "prefixroute-cache"),
-        "TMPDIR": str(scratch),
-        "PATH": searched_path(settings),
     }
