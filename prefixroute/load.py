@@ -1,7 +1,7 @@
 """How busy endpoints are: what an engine's probe reports, what its owner advertises, and when it pushes back.
 
 Rules:
-1. Work is seconds of prefill on the endpoint that will do it; tokens become seconds by its own rate, so unequal
+1. Work is in seconds of prefill on the endpoint that will do it. Tokens become seconds by its own rate, so unequal
    devices compare (SGLang #28933).
 2. Push-back has hysteresis, a time to live and a reason. *Overloaded* is relative: honoured while a candidate that is
    not overloaded exists. *Refusing* (the engine answers 503, or is draining) is absolute.

@@ -1,4 +1,4 @@
-"""The settings of a node: gossip's, push-back's, and what bounds the router. One frozen object, checked when made."""
+"""The settings of a node: gossip's, push-back's, and what bounds routing. One frozen object, checked when made."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from .routing.zones import Zones
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings(GossipSettings):
-    """Settings of a node: gossip's, push-back's, and `outcome_timeout_s`, after which a missing report is given up.
+    """Settings of a node: those of gossip, and these. Raises `UsageError` for what makes no sense.
 
-    `digest_bytes` is what a snapshot of one endpoint's digest may take: while all blocks fit, some 10,000, each is
-    published; of more only every k-th, and the ends of edges and requests, with the smallest k that fits.
+    `push_back` says when this node's endpoints push back.
 
-    `zones` are the rules for forwards between zones; who has rules says its own `zone` too.
+    `digest_bytes` is what a snapshot of one endpoint's digest may take. While all blocks fit, some 10,000, each is
+    published. Of more blocks only every k-th is, and the ends of edges and requests, with the smallest k that fits.
+
+    `outcome_timeout_s` is how long the outcome of an attempt is waited for, in seconds; `max_in_flight` how many
+    attempts are followed at once, the oldest is given up for the next.
+
+    `zones` are the rules for forwards between zones. `zones` requires `zone`.
     """
 
     push_back: PushBackSettings = field(default_factory=PushBackSettings)

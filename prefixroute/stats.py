@@ -1,4 +1,15 @@
-"""A node's view of everything it knows, for operators: plain rows, read off at one moment."""
+"""What a node tells its operators: its view of everything at one moment, and its counters by tenant.
+
+| `Node.stats` returns | one row for each | read off |
+|---|---|---|
+| `EndpointStats` | endpoint | its standing, and the owner's side of one of this node's own |
+| `RoundTrip` | peer | gossip |
+| `TenantStats` | tenant | `Tallies`, which count decisions and answers as they come |
+
+Rules:
+1. Rows are plain data: nothing of the node hangs on them, and they do not change.
+2. No more than `MAX_TENANTS` tenants are counted apart; the rest share one row.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +27,13 @@ from .routing.trust import Accuracy
 
 
 class EndpointStats(NamedTuple):
-    """One endpoint as a node knows it, for operators. `age_s` is since the owner's last word.
+    """One endpoint as a node knows it. Times are in seconds; `age_s` is since the owner's last word.
 
+    `blocks` are those that peers are told of, at stride 1; of a hybrid model the ends of hits and their marks.
+    `confidence` (0 to 1), `rtt_s` and `wait_s` are what a decision would count. `usable` says whether it can be chosen.
     `residency` says what a local endpoint's blocks are known from: ``exact`` or ``partial`` events, or none
     (``silent``: routing history stands in); "" of a peer. `inflated` counts the times that more blocks were live than
-    its engine has. `blocks` are those that peers are told of, at stride 1: of a hybrid model the ends of hits and their
-    marks (`ends`). `accuracy` compares what this node predicted of it with the cached tokens of its answers.
+    its engine has. `accuracy` compares what this node predicted of it with the cached tokens of its answers.
     `zone` is its owner's label, "" while it is not known.
     """
 
@@ -44,7 +56,7 @@ class EndpointStats(NamedTuple):
 
 
 class RoundTrip(NamedTuple):
-    """A peer, its zone as its endpoints tell it, and the round trip to it as gossip measured it; None while it did not.
+    """A peer, its zone as its endpoints tell it, and the round trip to it in seconds; None while it is not measured.
 
     A peer without endpoints, a gateway, has no zone: nothing is forwarded to it.
     """
@@ -54,10 +66,36 @@ class RoundTrip(NamedTuple):
     rtt_s: float | None
 
 
+class TenantStats(NamedTuple):
+    """One tenant's counters at one node. Tokens are those of prompts.
+
+    `requests` came here from clients, and `forwards` of them were sent to peers; `received` came from peers, or were
+    routed as if they had. `declined` came from peers too, and were handed back. `predicted_tokens` and `cached_tokens`
+    add up the answers to `requests` that told their cached tokens. `prefill_local_tokens` were computed here for
+    `requests`, `prefill_received_tokens` here for peers, `prefill_forwarded_tokens` at peers for `requests`: by the
+    answer's cached tokens, or by what was predicted where it tells none. `expected_wait_s` is the sum of the waits, in
+    seconds, that decisions expected at their targets.
+    """
+
+    tenant: str
+    requests: int = 0
+    received: int = 0
+    forwards: int = 0
+    declined: int = 0
+    prompt_tokens: int = 0
+    predicted_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_local_tokens: int = 0
+    prefill_received_tokens: int = 0
+    prefill_forwarded_tokens: int = 0
+    expected_wait_s: float = 0.0
+
+
 class NodeStats(NamedTuple):
     """A node's view at one moment.
 
-    `zone` is its own label, `round_trips` are those to its peers, `tenants` those that `Node.route` was told.
+    `peers` are states by node; `index_keys` counts distinct keys, `in_flight` attempts without an outcome. `zone` is
+    the node's own label, `round_trips` are those to its peers, `tenants` those that `Node.route` was told.
     """
 
     node: str
@@ -72,9 +110,10 @@ class NodeStats(NamedTuple):
 
 
 class Digest(NamedTuple):
-    """What a node holds of one endpoint's published set: the wire keys at (incarnation, version), for inspection.
+    """What a node holds of one endpoint's published set, for inspection: the wire keys at (incarnation, version).
 
-    Version 0 is nothing yet. `every` is the anchor stride: 1 when each block is published. Leave `keys` as they are.
+    Version 0 is nothing yet. `every` is the anchor stride: 1 when each block is published. `keys` are sorted; they are
+    the node's own array, so do not change them.
     """
 
     incarnation: int
@@ -112,31 +151,12 @@ def round_trips(peers: Iterable[Peer], copies: Iterable[Copy]) -> tuple[RoundTri
     return tuple(RoundTrip(peer.node, zones.get(peer.node, ""), peer.rtt_s) for peer in peers)
 
 
-class TenantStats(NamedTuple):
-    """One tenant's counters at one node. Tokens are of the prompts.
-
-    `requests` came here from clients, `received` from peers, or were routed as if they had, and `forwards` of the
-    former were sent to peers; `declined` came from peers and was handed back. `predicted_tokens` and `cached_tokens`
-    are of the answers to `requests` that told their cached tokens. `prefill_local_tokens` were computed here for
-    `requests`, `prefill_received_tokens` here for peers, `prefill_forwarded_tokens` at peers for `requests`: as told,
-    or else as predicted. `expected_wait_s` is the sum of the waits that decisions expected at their targets.
-    """
-
-    tenant: str
-    requests: int = 0
-    received: int = 0
-    forwards: int = 0
-    declined: int = 0
-    prompt_tokens: int = 0
-    predicted_tokens: int = 0
-    cached_tokens: int = 0
-    prefill_local_tokens: int = 0
-    prefill_received_tokens: int = 0
-    prefill_forwarded_tokens: int = 0
-    expected_wait_s: float = 0.0
+# --- counting tenants ----------------------------------------------------------------------------------------
 
 
 class _Row:
+    """A tenant's counters while they are counted."""
+
     __slots__ = TenantStats._fields
 
     def __init__(self, tenant: str) -> None:
@@ -159,14 +179,14 @@ class _Row:
 
 
 class Tallies:
-    """The counters of one node. O(1) a call; what is open is bounded by the decisions in flight."""
+    """The tenants' counters of one node. O(1) a call; what is open is bounded by the decisions in flight."""
 
     __slots__ = ("_rows", "open")
 
     def __init__(self) -> None:
         self._rows: dict[str, _Row] = {}
         self.open: dict[int, tuple[_Row, bool]] = {}
-        """By decision: whose it is, and whether a peer sent it. To be read only."""
+        """Decisions without an answer: whose each is, and whether a peer sent it. To be read only."""
 
     def decided(self, tenant: str, decision: Decision, forwarded: bool) -> None:
         """Count a decision for a tenant."""

@@ -1,4 +1,11 @@
-"""An endpoint's push-back: overload with hysteresis, refusal, a time to live and a reason (see `load`)."""
+"""When an endpoint of this node's own pushes back (`load`, rule 2): overloaded with hysteresis, or refusing.
+
+| state | from | until |
+|---|---|---|
+| overloaded | `enter_s` of queued work | `leave_s` of it |
+| refusing | the engine says so, or turned a request away | `ttl_s` after the last time |
+| open | neither | |
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,7 @@ from ..load import LoadReport, PushBackSettings, PushBackState
 
 
 class PushBack:
-    """One endpoint's push-back, with hysteresis."""
+    """One endpoint's push-back. `reason` says in words why the state is not open."""
 
     __slots__ = ("_refused_until", "_settings", "reason", "state")
 

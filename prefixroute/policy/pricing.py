@@ -34,10 +34,13 @@ def priced_s(candidate: Candidate, others: float) -> float:
 
 def origin_of(candidates: Sequence[Candidate]) -> Candidate | None:
     """The local candidate whose price is least; None for a gateway."""
-    ours = [c for c in candidates if c.local]
-    if len(ours) > 1:
-        return min(ours, key=lambda c: priced_s(c, c.queued))
-    return ours[0] if ours else None
+    origin: Candidate | None = None
+    for c in candidates:
+        if c.local:
+            if origin is not None:
+                return min([c for c in candidates if c.local], key=lambda c: priced_s(c, c.queued))
+            origin = c
+    return origin
 
 
 def by_price(candidates: Sequence[Candidate], origin: Candidate, draw: Callable[[], float]) -> list[Candidate]:

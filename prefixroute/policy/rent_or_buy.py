@@ -45,17 +45,17 @@ class RentOrBuy:
             mean = sum(c.queued for c in candidates) / len(candidates)
             order = [c for *_, c in sorted((priced_s(c, mean), rng.random(), c) for c in candidates)]
             reason = "longer cached prefix" if order[0].depth else "shorter wait"
-            return Choice(tuple(order), reason, _budget_s(order[0], order[1:2]))
+            return Choice(tuple(order), reason, _budget_s(order[0], order[1].cost_s if len(order) > 1 else inf))
         order = by_price(candidates, origin, rng.random)
         best = order[0]
         if best.local:
             return Choice(tuple(order), "local is cheapest" if best.matched_tokens else "local: nobody is cheaper")
         if best.matched_tokens <= origin.matched_tokens:
-            return Choice(tuple(order), "shorter wait", _budget_s(best, (origin,)))
+            return Choice(tuple(order), "shorter wait", _budget_s(best, origin.cost_s))
         if buys(self._rents, request.chain, request.now, origin, best):
             order.remove(origin)
             return Choice((origin, *order), "local: rent has reached the price of a copy")
-        return Choice(tuple(order), "longer cached prefix", _budget_s(best, (origin,)))
+        return Choice(tuple(order), "longer cached prefix", _budget_s(best, origin.cost_s))
 
 
 POLICIES: dict[str, type[RentOrBuy] | type[GreedyCost] | type[LongestMatch] | type[LeastLoad] | type[NoRouting]] = {
@@ -68,12 +68,9 @@ POLICIES: dict[str, type[RentOrBuy] | type[GreedyCost] | type[LongestMatch] | ty
 """Policies by the name that command lines and configuration files use."""
 
 
-def _budget_s(best: Candidate, others: Sequence[Candidate]) -> float:
+def _budget_s(best: Candidate, elsewhere_s: float) -> float:
     """Seconds beyond which `best` had better hand the prompt back: what it would take elsewhere, then as now.
 
     The way there is spent by then, and the way back is taken either way: by the prompt, or by its first token.
     """
-    if not others:
-        return inf
-    elsewhere_s = min([c.cost_s for c in others]) if len(others) > 1 else others[0].cost_s
     return elsewhere_s if elsewhere_s > best.cost_s else best.cost_s

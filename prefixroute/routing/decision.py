@@ -141,26 +141,26 @@ def decided(
     zone: str,
     excluded: tuple[Candidate, ...],
 ) -> Decision:
-    """Make the decision for `best`; `origin_s` is the least cost of a local candidate, infinite if there is none.
+    """Make the decision for `best`; `origin_s` is the least cost of another candidate that is local, else infinite.
 
     Every decision is made here, and without the constructor of named tuples, which takes twice as long.
     """
-    cost_s = best.cost_s
+    local, cost_s = best.local, best.cost_s
     return tuple.__new__(
         Decision,
         (
             ticket,  # id
             best.endpoint,  # target
-            best.local,
+            local,
             url,
             fallbacks,
             best.prompt_tokens,
             best.matched_tokens,
             cost_s,  # expected_ttft_s
-            origin_s - cost_s if cost_s < origin_s < inf else 0.0,  # expected_saving_s
+            0.0 if local or not cost_s < origin_s < inf else origin_s - cost_s,  # expected_saving_s
             reason,
             candidates,
-            inf if best.local else budget_s,
+            inf if local else budget_s,
             False,  # declined
             zone,
             excluded,

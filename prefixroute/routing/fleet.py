@@ -104,7 +104,9 @@ class Fleet:
             if not self._owners[owner]:
                 del self._owners[owner]
                 self._untried.pop(owner, None)
-        self._unrank(standing)
+        if standing.rank is not None:
+            del self._ranking[bisect_left(self._ranking, standing.rank)]
+            standing.rank = None
         clear = ~standing.bit
         self.usable &= clear
         self.overloaded &= clear
@@ -146,11 +148,13 @@ class Fleet:
         The ranking picks among those that hold the same, and matters most for a prompt that nobody holds: what such a
         prompt delays counts (`Candidate.delays_s`).
         """
-        self._unrank(standing)
+        ranking = self._ranking
+        if standing.rank is not None:
+            del ranking[bisect_left(ranking, standing.rank)]
         delays = standing.arrivals_per_s(now) * self._cold_s * self._cold_s / 2
         base = standing.rtt_s + standing.wait_s(now) + standing.overhead_s + delays
         standing.rank = (base, self._rng.random(), standing.bit)
-        insort(self._ranking, standing.rank)
+        insort(ranking, standing.rank)
 
     def refresh_all(self, now: float) -> None:
         """Rank all endpoints anew. O(n log n): once a round."""
@@ -224,12 +228,6 @@ class Fleet:
                 some.append(self.by_bit[low])
                 part ^= low
         return some
-
-    def _unrank(self, standing: Standing) -> None:
-        if standing.rank is not None:
-            at = bisect_left(self._ranking, standing.rank)
-            del self._ranking[at]
-            standing.rank = None
 
     def _check(self) -> None:
         """Assert that ranking, masks and standings agree."""

@@ -47,7 +47,7 @@ class FlightBounds(NamedTuple):
 
 @dataclass(slots=True)
 class Flight:
-    """An attempt under way: who has the request, what it was weighed at, and who is left to try.
+    """An attempt under way: what the endpoint that has the request was weighed at, and who is left to try.
 
     `queued` says whether it had to queue behind others of this node's. A prompt that was `handed_back` once stays where
     it goes next; an endpoint that declines it all the same is passed over.
@@ -60,11 +60,6 @@ class Flight:
     sent_at: float
     queued: bool = False
     handed_back: bool = False
-
-    @property
-    def target(self) -> str:
-        """The endpoint that has the request."""
-        return self.weighed.endpoint
 
 
 class Hooks(NamedTuple):
@@ -94,6 +89,7 @@ class Flights:
         """By decision, the oldest first. To be read only."""
         self._router = router
         self._fleet = router.fleet
+        self._gate = router.gate
         self._predictions = router.predictions
         self._bounds = bounds
         self._hooks = hooks
@@ -125,11 +121,11 @@ class Flights:
     def report(self, ticket: int, outcome: Outcome, now: float, endpoint: str | None = None) -> str | None:
         """Take an attempt's outcome; return the endpoint to try next, or None."""
         flight = self.open.get(ticket)
-        if flight is None or (endpoint is not None and endpoint != flight.target):
+        if flight is None or (endpoint is not None and endpoint != flight.weighed.endpoint):
             self._journal.count("outcomes", "late")
             return None
         self._journal.count("outcomes", _OUTCOMES[outcome.kind])
-        standing = self._fleet.standings.get(flight.target)
+        standing = self._fleet.standings.get(flight.weighed.endpoint)
         if standing is not None:
             self._fleet.release(standing, ticket, now)
             if standing.local:
@@ -156,11 +152,10 @@ class Flights:
     def _book(self, flight: Flight, standing: Standing, now: float) -> None:
         """Book the expected work at a target, and let everybody know who has to."""
         ticket, weighed = flight.decision.id, flight.weighed
-        flight.queued = len(standing.ledger) > 0
+        flight.queued = bool(standing.ledger.open)
         work_s, until = weighed.overhead_s + weighed.prefill_s, now + self._bounds.timeout_s
-        gate = self._router.gate
-        if gate is not None and not standing.local:
-            gate.forwarded(standing.zone)
+        if self._gate is not None and not standing.local:
+            self._gate.forwarded(standing.zone)
         self._fleet.book(standing, ticket, work_s, weighed.matched_tokens > 0, now, until)
         self._predictions.sent(ticket, flight.chain, standing, now)
         if standing.local:
@@ -172,7 +167,7 @@ class Flights:
             self._fleet.refresh_sharing(standing, now)
 
     def _release(self, flight: Flight, now: float) -> None:
-        standing = self._fleet.standings.get(flight.target)
+        standing = self._fleet.standings.get(flight.weighed.endpoint)
         if standing is not None and self._fleet.release(standing, flight.decision.id, now):
             self._fleet.rank(standing, now)
 
@@ -180,7 +175,9 @@ class Flights:
         """Decide again for a prompt that its target handed back. The endpoint that gets it now keeps it."""
         flight.handed_back = True
         try:
-            flight.decision, best = self._router.decide(flight.decision.id, flight.chain, False, now, flight.target)
+            flight.decision, best = self._router.decide(
+                flight.decision.id, flight.chain, False, now, flight.weighed.endpoint
+            )
         except UsageError:
             # Nobody is left to decide between: those there were have gone, or to where nothing may follow.
             return self._next(flight, now)
@@ -191,7 +188,7 @@ class Flights:
     def _next(self, flight: Flight, now: float) -> str | None:
         """Send the request on to the next fallback that is usable; else to a local one; else to the first one left."""
         left = [self._fleet.standings[name] for name in flight.left if name in self._fleet.standings]
-        if self._router.gate is not None:
+        if self._gate is not None:
             # One may have begun anew in another zone meanwhile.
             left = [standing for standing in left if standing.needs_s < inf]
         if not left:
@@ -216,7 +213,7 @@ class Flights:
         """Forget an attempt whose outcome never came."""
         flight = self.open.pop(ticket)
         self._release(flight, now)
-        standing = self._fleet.standings.get(flight.target)
+        standing = self._fleet.standings.get(flight.weighed.endpoint)
         if standing is not None and standing.local:
             self._hooks.ended(ticket, standing)
         self._journal.count("outcomes", "missing")

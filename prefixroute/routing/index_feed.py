@@ -1,15 +1,17 @@
 """Feeds the merged index in slices: what replicas gained and lost enters it a few thousand keys at a time.
 
-A replica changes at once, an array for another; its 100,000 keys in the index take 30 ms, and nobody waits so long.
+A replica changes at once: one array takes the place of another. In the index its 100,000 keys take 30 ms, and no call
+may last so long.
 
 Rules:
-1. A call into the node does `SLICE_KEYS` keys at most; what is left is done by the calls that follow. Slices are
+1. A call into the node feeds `SLICE_KEYS` keys at most; what is left is fed by the calls that follow. Slices are
    bounded by keys, never by time, so that the same calls do the same.
-2. The changes of one endpoint go in in their order. So the index has for each key what the endpoint held before or
-   what it holds now, and a landing is a prefix that was held at one of the versions between.
-3. While changes wait, the endpoint has the coarser of the anchor strides: keys of the finer one are found by it too.
+2. The changes of one endpoint are fed in order. So for each key the index has what the endpoint held before or what it
+   holds now, and a search may find any state between the two versions, never one beyond them.
+3. While changes of an endpoint wait, its anchor stride is the coarser one: a search at that stride finds keys of the
+   finer one too.
 4. An endpoint that leaves is out of the index's names at once, and what it was to gain is dropped. Its bit is given
-   anew when its last key is cleared.
+   to another when its last key is cleared.
 
 Memory: 8 bytes a key that waits.
 """
@@ -20,17 +22,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-import numpy as np
-
-from ..keys.keyset import Keys
+from ..keys.keyset import NO_KEYS, Keys
 from .index import MergedIndex
 
 SLICE_KEYS = 4096
-"""Keys that one call does: 1.5 ms."""
+"""Keys that one call feeds: 1.5 ms."""
 
 
-class _Job:
-    """A change of one endpoint's keys that waits."""
+class _Change:
+    """A change of one endpoint's keys that waits: first keys to remove, then keys to add, then `gone` to remove."""
 
     __slots__ = ("added", "anchor_stride", "endpoint", "gone", "removed")
 
@@ -40,7 +40,6 @@ class _Job:
         self.removed = removed
         self.anchor_stride = anchor_stride
         self.gone = gone
-        """More keys that are removed."""
 
     def take(self, n: int) -> tuple[list[int], list[int]] | None:
         """Return up to `n` keys to add or remove; None when there are no more."""
@@ -55,13 +54,13 @@ class _Job:
 
 
 class IndexFeed:
-    """Brings changes into an index. Call `begin`, then whatever takes changes, then `go_on`, in each call of a node."""
+    """Brings changes into an index. In each call of a node: `begin`, then what takes changes, then `go_on`."""
 
-    __slots__ = ("_index", "_jobs", "_left", "_retired")
+    __slots__ = ("_index", "_left", "_retired", "_waiting")
 
     def __init__(self, index: MergedIndex) -> None:
         self._index = index
-        self._jobs: dict[int, deque[_Job]] = {}
+        self._waiting: dict[int, deque[_Change]] = {}
         """By bit; the endpoint that has waited longest is first."""
         self._retired: set[int] = set()
         self._left = 0
@@ -69,14 +68,14 @@ class IndexFeed:
     @property
     def waiting(self) -> bool:
         """Whether anything is left to do."""
-        return bool(self._jobs)
+        return bool(self._waiting)
 
     def begin(self) -> None:
-        """Begin a call: it may do one slice."""
+        """Begin a call: it may feed one slice."""
         self._left = SLICE_KEYS
 
     def take(self, endpoint: str, added: Keys, removed: Keys, anchor_stride: int) -> None:
-        """Take keys that an endpoint gained and lost, at the anchor stride that it has from now on.
+        """Take the keys that an endpoint gained and lost; `anchor_stride` is the one that it has from now on.
 
         They are in the index on return if the call has as many keys left, and nothing else of the endpoint waits.
         """
@@ -84,56 +83,53 @@ class IndexFeed:
         bit, n = index.bit(endpoint), len(added) + len(removed)
         if anchor_stride > index.stride(bit):
             index.set_stride(endpoint, anchor_stride)
-        if bit in self._jobs or n > self._left:
-            self._jobs.setdefault(bit, deque()).append(_Job(endpoint, added, removed, anchor_stride, iter(())))
+        if bit in self._waiting or n > self._left:
+            self._waiting.setdefault(bit, deque()).append(_Change(endpoint, added, removed, anchor_stride, iter(())))
             return
         self._left -= n
         index.mark(bit, added.tolist(), removed.tolist())
         index.set_stride(endpoint, anchor_stride)
 
     def retire(self, endpoint: str, keys: Iterable[int] = ()) -> None:
-        """Take an endpoint out of the index; `keys` are those that it has beside what waits to be removed."""
+        """Take an endpoint out of the index; `keys` are all that it has there and that do not wait to be removed."""
         bit = self._index.retire(endpoint)
-        jobs = self._jobs.setdefault(bit, deque())
-        for job in jobs:
-            job.added = job.added[:0]
-        jobs.append(_Job(endpoint, _NONE, _NONE, 1, iter(keys)))
+        changes = self._waiting.setdefault(bit, deque())
+        for change in changes:
+            change.added = change.added[:0]
+        changes.append(_Change(endpoint, NO_KEYS, NO_KEYS, 1, iter(keys)))
         self._retired.add(bit)
 
     def go_on(self) -> None:
-        """Do what the call has keys left for."""
-        while self._jobs and self._left > 0:
-            bit, jobs = next(iter(self._jobs.items()))
-            job = jobs[0]
-            keys = job.take(self._left)
+        """Feed what the call has keys left for."""
+        while self._waiting and self._left > 0:
+            bit, changes = next(iter(self._waiting.items()))
+            change = changes[0]
+            keys = change.take(self._left)
             if keys is not None:
                 self._index.mark(bit, *keys)
                 self._left -= len(keys[0]) + len(keys[1])
                 continue
             if bit not in self._retired:
-                self._index.set_stride(job.endpoint, max(job.anchor_stride for job in jobs))
-            jobs.popleft()
-            if not jobs:
-                del self._jobs[bit]
+                self._index.set_stride(change.endpoint, max(change.anchor_stride for change in changes))
+            changes.popleft()
+            if not changes:
+                del self._waiting[bit]
                 if bit in self._retired:
                     self._retired.remove(bit)
                     self._index.release(bit)
 
     def _check(self, expected: dict[str, set[int]]) -> None:
         """Assert that the index will hold exactly `expected` (endpoint -> wire keys) when nothing waits. O(keys)."""
-        if not self._jobs:
+        if not self._waiting:
             self._index._check(expected)
             return
-        for bit, jobs in self._jobs.items():
+        for bit, changes in self._waiting.items():
             keys = self._index.keys_of(bit)
-            for job in jobs:
-                keys.difference_update(job.removed.tolist())
-                keys.update(job.added.tolist())
+            for change in changes:
+                keys.difference_update(change.removed.tolist())
+                keys.update(change.added.tolist())
             if bit not in self._retired:
-                assert keys == expected[jobs[0].endpoint]
+                assert keys == expected[changes[0].endpoint]
         for endpoint in expected:
             bit = self._index.bit(endpoint)
-            assert bit and (bit in self._jobs or self._index.keys_of(bit) == expected[endpoint])
-
-
-_NONE: Keys = np.empty(0, np.uint64)
+            assert bit and (bit in self._waiting or self._index.keys_of(bit) == expected[endpoint])

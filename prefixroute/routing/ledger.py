@@ -71,7 +71,9 @@ class Ledger:
             first = next(iter(self.open))
             head = self.open[first]
             if now < head.expires_at:
-                return max(0.0, self._work_s - min(max(now - self._head_at, 0.0), head.work_s))
+                done = now - self._head_at
+                done = 0.0 if done < 0 else done if done < head.work_s else head.work_s
+                return self._work_s - done if done < self._work_s else 0.0
             self.release(first, now)
         return 0.0
 
@@ -139,8 +141,11 @@ class Queue:
 
     def _join(self, send: Send) -> None:
         if send.arrives_at > self.reported_at:
-            self._work_s = max(0.0, self._work_s - max(0.0, send.arrives_at - self._at)) + send.work_s
-            self._at = max(self._at, send.arrives_at)
+            drained = send.arrives_at - self._at
+            if drained > 0:
+                self._work_s = self._work_s - drained if drained < self._work_s else 0.0
+                self._at = send.arrives_at
+            self._work_s += send.work_s
 
 
 class ArrivalRate:
@@ -154,12 +159,9 @@ class ArrivalRate:
 
     def arrived(self, now: float) -> None:
         """Count a request."""
-        self._count = self._left(now) + 1
+        self._count = self._count * exp((self._at - now) / ARRIVALS_S) + 1 if self._count else 1.0
         self._at = now
 
     def per_s(self, now: float) -> float:
         """Return the rate. It is too low for the first `ARRIVALS_S`."""
-        return self._left(now) / ARRIVALS_S
-
-    def _left(self, now: float) -> float:
-        return self._count * exp((self._at - now) / ARRIVALS_S) if self._count else 0.0
+        return self._count * exp((self._at - now) / ARRIVALS_S) / ARRIVALS_S if self._count else 0.0

@@ -85,7 +85,7 @@ class Router:
         # 6. Put the decision together.
         best = order[0]
         candidates += reserve
-        fallbacks = _fallbacks((*order[1:], *reserve) if reserve else order[1:], withheld)
+        fallbacks, origin_s = _others((*order[1:], *reserve) if reserve else order[1:], withheld)
         zone, excluded = "", _NOBODY
         if gate is not None:
             candidates += withheld
@@ -94,8 +94,7 @@ class Router:
                 reason += ", by the rules for zones"
         if forwarded:
             reason = "forwarded here"
-        url, origin_s = self.fleet.standings[best.endpoint].copy.url, _origin_s(candidates)
-        weighed = tuple(candidates)
+        url, weighed = self.fleet.standings[best.endpoint].copy.url, tuple(candidates)
         return decided(ticket, best, url, fallbacks, origin_s, reason, weighed, budget_s, zone, excluded), best
 
     # --- steps 1 to 3 --------------------------------------------------------------------------------------
@@ -112,13 +111,19 @@ class Router:
         self._find(chain, looked_at & ~guarded, depths)
         if guarded:
             self._find(chain, looked_at & guarded, depths)
-        predicted = self._foresee(chain, looked_at, depths, now)
+        predicted = 0
+        for standing, depth in self.predictions.match(chain, now, depths, self.index.sparse):
+            # An endpoint that left is still in the predictions, and its bit may be another's by now.
+            here = fleet.standings.get(standing.name) is standing
+            if here and standing.bit & looked_at and depth > depths.get(standing, 0):
+                depths[standing] = depth
+                predicted |= standing.bit
         # 3. What each would take.
         candidates: list[Candidate] = []
         reserve: list[Candidate] = []
         for standing, depth in depths.items():
             bit = standing.bit
-            weighed = standing.weigh(depth, n_tokens, block, now, bool(bit & predicted))
+            weighed = standing.weigh(depth, n_tokens, block, now, bit & predicted != 0)
             (candidates if bit & eligible else reserve).append(weighed)
         if candidates:
             return candidates, reserve
@@ -165,17 +170,6 @@ class Router:
                 depths[standing] = index.depth(chain, standing.bit) if more else 0
             for standing in fleet.cheapest(unseen & ours, MAX_LOCAL):
                 depths[standing] = index.depth(chain, standing.bit) if more else 0
-
-    def _foresee(self, chain: TokenChain, looked_at: int, depths: dict[Standing, int], now: float) -> int:
-        """Bring depths up to what is only expected yet; return the mask of the endpoints of which it is."""
-        predicted = 0
-        for standing, depth in self.predictions.match(chain, now, depths, self.index.sparse):
-            # An endpoint that left is still in the predictions, and its bit may be another's by now.
-            here = self.fleet.standings.get(standing.name) is standing
-            if here and standing.bit & looked_at and depth > depths.get(standing, 0):
-                depths[standing] = depth
-                predicted |= standing.bit
-        return predicted
 
     def _last_resort(self, n_tokens: int, block: int, now: float) -> list[Candidate]:
         """A gateway whose peers are all suspended or unheard still tries them: one may be back."""
@@ -229,22 +223,24 @@ class Router:
         return _NOBODY
 
 
-def _fallbacks(others: Iterable[Candidate], withheld: Sequence[Candidate]) -> tuple[str, ...]:
-    """The next of the peers, then this node's own, then those behind a rule for zones."""
+def _others(others: Iterable[Candidate], withheld: Sequence[Candidate]) -> tuple[tuple[str, ...], float]:
+    """Return the fallbacks, and the least cost of a local one of them; infinite if there is none.
+
+    First come the next of the peers, then this node's own, then those behind a rule for zones.
+    """
     remote: list[str] = []
     local: list[str] = []
-    for c in others:
-        (local if c.local else remote).append(c.endpoint)
-    return (*remote[:MAX_FALLBACKS], *local, *[c.endpoint for c in withheld[:MAX_FALLBACKS]])
-
-
-def _origin_s(candidates: Sequence[Candidate]) -> float:
-    """The least cost of a local candidate; infinite at a gateway."""
     origin_s = inf
-    for c in candidates:
-        if c.local and c.cost_s < origin_s:
-            origin_s = c.cost_s
-    return origin_s
+    for c in others:
+        if c.local:
+            local.append(c.endpoint)
+            if c.cost_s < origin_s:
+                origin_s = c.cost_s
+        else:
+            remote.append(c.endpoint)
+    if withheld:
+        local += [c.endpoint for c in withheld[:MAX_FALLBACKS]]
+    return (*remote[:MAX_FALLBACKS], *local), origin_s
 
 
 def _quicker(passed_over: Sequence[Candidate]) -> bool:

@@ -152,6 +152,11 @@ class Standing:
             if matched >= n_tokens:
                 matched = n_tokens - 1
             matched -= matched % (self.hit_unit or block_tokens)
+        if self.local:
+            age_s, arrivals_per_s = 0.0, self.arrivals_per_s(now)
+        else:
+            # Read off here: a call for each candidate is felt in a decision.
+            age_s, arrivals_per_s = now - self.copy.heard_at, self.copy.advert.arrivals_per_s
         queued, waiting = len(self.ledger.open), self._waiting
         return weighed(
             self.name,
@@ -165,12 +170,12 @@ class Standing:
             self.overhead_s,
             self.rate,
             self.state,
-            0.0 if self.local else now - self.copy.heard_at,
+            age_s,
             queued if queued > waiting else waiting,
             self._room_tokens,
             self._eviction_age_s,
             predicted,
-            self.arrivals_per_s(now),
+            arrivals_per_s,
             self.zone,
         )
 
@@ -201,8 +206,8 @@ class LocalStanding(Standing):
     def wait_s(self, now: float) -> float:
         """Return the seconds before a prefill begins: the longer of what a probe saw and what is booked."""
         # What a probe saw is of an unknown moment between two probes; it is not drained.
-        ledger, probed_s = self.ledger, self._probed_s
-        return max(ledger.wait_s(now), probed_s) if ledger.open else probed_s
+        booked_s = self.ledger.wait_s(now) if self.ledger.open else 0.0
+        return booked_s if booked_s > self._probed_s else self._probed_s
 
     def arrived(self, now: float) -> None:
         """Note a request that the endpoint is to serve."""
@@ -251,7 +256,8 @@ class PeerStanding(Standing):
 
     def wait_s(self, now: float) -> float:
         """Return the seconds before a prefill begins: what is left of the queue when a prompt sent now arrives."""
-        wait = self.queue.left_s(now + self.rtt_s / 2)
+        queue = self.queue
+        wait = queue.left_s(now + self.rtt_s / 2) if queue.sends or queue.reported_s else 0.0
         return wait + self.excess_s(now) if self._late_s > 0 else wait
 
     def arrivals_per_s(self, now: float) -> float:

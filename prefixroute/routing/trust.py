@@ -1,21 +1,28 @@
-"""Whether an endpoint is believed: its misses, late first tokens and failures, and how well its hits are predicted.
+"""Whether an endpoint is believed: whether it answers, whether its hits come true, and whether it is in time.
 
-Misses in a row weigh more than misses by chance, and time forgives.
+| evidence | kept in | effect | ends with |
+|---|---|---|---|
+| forwards that fail | `Suspension` | only a trial is sent, after 1 s, 2 s ... 60 s | a trial that is served |
+| predicted hits that are none | `Misses` | less of its digest is believed | hits, or time |
+| first tokens that come late | `Lateness` | it is taken for slower than it says | tokens in time, or time |
+| every count of cached tokens | `Accuracy` | none: it is for operators | |
 
-An honest endpoint misses now and then, since its digest is a round old: one miss weighs a tenth. Who misses again and
-again claims what it does not hold, and is not to be asked twenty times before that is believed.
+Misses in a row weigh more than misses by chance. An honest endpoint misses now and then, since its digest is a round
+old: one miss weighs a tenth. An endpoint that misses again and again claims what it does not hold, and is not to be
+asked twenty times before that is believed.
 
     weight of the n-th total miss in a row      1/10, 2/10, 4/10, 1/2, 1/2 ...
     weight of the n-th first token in a row     1/5, 1/5, 2/5, 3/5, 3/5 ...
         that came after twice what was told
-    a doubt is forgiven with time constant      one minute, doubled with each miss in a row, at most ten
-    a surprise fades with time constant         half a minute, doubled from the third late one in a row, at most four
+    a miss is forgiven with time constant       one minute, doubled with each miss in a row, at most ten
+    lateness fades with time constant           half a minute, doubled from the third late one in a row, at most four
 
 Rules:
-1. A streak ends with the first hit, or the first token in time. Without one everything is as if this were not here.
-2. Forgiving needs no evidence, only time: who is not asked cannot show that it is better.
-3. Of predictions only the engine's own count of a served request is compared, with what was predicted of the endpoint
-   that served it. One unit of what the engine can reuse is their grain: a difference of no more is *near*.
+1. A streak ends with the first hit, or the first token in time. Without a streak the plain weights (0.1, 0.2) apply.
+2. Forgiving needs no evidence, only time: an endpoint that is not asked cannot show that it is better.
+3. Heartbeats do not end a suspension: a node that speaks may still not serve.
+4. A prediction is compared only with the engine's own count of a served request, and only at the endpoint that served
+   it. The comparison is as fine as what the engine can reuse: a difference of one such unit at most is *near*.
 """
 
 from __future__ import annotations
@@ -26,29 +33,66 @@ from typing import NamedTuple
 MISSED = 0.1
 """A hit of less than this share of what was predicted is a total miss."""
 
-
 LATE = 2.0
 """A first token after so many times what was told is late."""
 
-
 LATE_S = 0.05
-"""But no token is late by less than this."""
-
+"""But no token is late by less than this, in seconds."""
 
 MAX_DECLINES = 1
-"""In a row, though by its own word of the same moment the endpoint would have been in time; the next one suspends."""
-
+"""Prompts in a row that an endpoint may hand back though it would have been in time by its own word."""
 
 _MISS_WEIGHTS = (0.1, 0.2, 0.4, 0.5)
-
-
 _LATE_WEIGHTS = (0.2, 0.2, 0.4, 0.6)
-
-
 _FORGIVEN_S, _FORGIVEN_MOST_S = 60.0, 600.0
-
-
 _FADES_S, _FADES_MOST = 30.0, 8.0
+
+
+class Suspension:
+    """Whether forwards to an endpoint are suspended because they fail.
+
+    The first failure suspends for `first_s` seconds, each further one doubles that up to `most_s`. When the pause is
+    over one trial is let through, and its success ends the suspension.
+    """
+
+    __slots__ = ("_failed_at", "_first_s", "_most_s", "_trial_at", "failures")
+
+    def __init__(self, first_s: float = 1.0, most_s: float = 60.0) -> None:
+        self._first_s = first_s
+        self._most_s = most_s
+        self._failed_at = float("-inf")
+        self._trial_at = float("-inf")
+        self.failures = 0
+
+    def blocks(self, now: float) -> bool:
+        """Whether forwards must not go there now."""
+        return self.failures > 0 and now < self._trial_at
+
+    def sent(self, now: float) -> None:
+        """Note that a forward goes out: while the endpoint is suspended that is the trial, and none follows it."""
+        if self.failures:
+            self._trial_at = now + self._pause_s()
+
+    def failed(self, sent_at: float, now: float) -> bool:
+        """Note that a forward, sent at `sent_at`, failed or timed out; return whether that is news.
+
+        When a node dies all forwards under way fail at once: one that was sent before the last failure is no news.
+        """
+        if self.failures and sent_at <= self._failed_at:
+            return False
+        self.failures += 1
+        self._failed_at = now
+        self._trial_at = now + self._pause_s()
+        return True
+
+    def served(self) -> bool:
+        """Note a forward that was served; return whether that ended a suspension."""
+        ended, self.failures = self.failures > 0, 0
+        return ended
+
+    def _pause_s(self) -> float:
+        # An endpoint can fail for ever; beyond 2**60 there is nothing to double.
+        return min(self._first_s * 2.0 ** min(self.failures - 1, 60), self._most_s)
 
 
 class Misses:
@@ -70,7 +114,7 @@ class Misses:
         return _MISS_WEIGHTS[min(self.in_row, len(_MISS_WEIGHTS)) - 1]
 
     def forgiven(self, trust: float, now: float) -> float:
-        """Return what a trust has come back to since it was last asked for."""
+        """Return what a trust has come back to since the last miss, or since this was last asked."""
         if not self.in_row or now <= self._at:
             return trust
         constant = min(_FORGIVEN_S * 2.0 ** min(self.in_row - 1, 10), _FORGIVEN_MOST_S)
@@ -80,7 +124,7 @@ class Misses:
 
 
 class Lateness:
-    """First tokens in a row that came much later than told, and prompts handed back that were in time by the same."""
+    """First tokens in a row that came much later than told, and prompts in a row handed back though in time."""
 
     __slots__ = ("declines", "in_row")
 
@@ -89,14 +133,14 @@ class Lateness:
         self.declines = 0
 
     def weight(self, ttft_s: float, told_s: float) -> float:
-        """Note a first token; return its weight in the surprise."""
+        """Note a first token that came after `ttft_s` seconds and was told for `told_s`; return its weight."""
         late = ttft_s > LATE * told_s and ttft_s > told_s + LATE_S
         self.in_row = self.in_row + 1 if late else 0
         return _LATE_WEIGHTS[min(max(self.in_row, 1), len(_LATE_WEIGHTS)) - 1]
 
     @property
     def fades_s(self) -> float:
-        """The time in which a surprise is worth a third."""
+        """Seconds in which a surprise fades to a third."""
         return _FADES_S * min(2.0 ** max(0, min(self.in_row, 10) - 2), _FADES_MOST)
 
 
@@ -132,50 +176,3 @@ class Accuracy(NamedTuple):
             self.cached_tokens + cached,
             max(self.most_over, over),
         )
-
-
-class Suspension:
-    """Whether forwards to an endpoint are suspended because they fail. Heartbeats do not lift it.
-
-    The first failure suspends for `first_s`, each further one doubles that up to `most_s`; when the pause is over one
-    trial is let through, and its success ends the suspension.
-    """
-
-    __slots__ = ("_failed_at", "_first_s", "_most_s", "_trial_at", "failures")
-
-    def __init__(self, first_s: float = 1.0, most_s: float = 60.0) -> None:
-        self._first_s = first_s
-        self._most_s = most_s
-        self._failed_at = float("-inf")
-        self._trial_at = float("-inf")
-        self.failures = 0
-
-    def blocks(self, now: float) -> bool:
-        """Whether forwards must not go there now."""
-        return self.failures > 0 and now < self._trial_at
-
-    def sent(self, now: float) -> None:
-        """Note that a forward goes out: while the endpoint is suspended it is the trial, and no second one follows."""
-        if self.failures:
-            self._trial_at = now + self._pause_s()
-
-    def failed(self, sent_at: float, now: float) -> bool:
-        """Note a forward, sent at `sent_at`, that failed or timed out; return whether that is news.
-
-        When a node dies all that is under way fails at once: what was sent before the last failure says nothing new.
-        """
-        if self.failures and sent_at <= self._failed_at:
-            return False
-        self.failures += 1
-        self._failed_at = now
-        self._trial_at = now + self._pause_s()
-        return True
-
-    def served(self) -> bool:
-        """Note a forward that was served; return whether that ended a suspension."""
-        ended, self.failures = self.failures > 0, 0
-        return ended
-
-    def _pause_s(self) -> float:
-        # An endpoint can fail for ever; beyond 2**60 there is nothing to double.
-        return min(self._first_s * 2.0 ** min(self.failures - 1, 60), self._most_s)
