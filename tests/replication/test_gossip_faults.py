@@ -398,5 +398,5 @@ def test_forgotten_endpoints_are_remembered_in_bounded_memory() -> None:
     state = gossip(net.nodes["n0"])
     assert state.members._gone.maxsize == 4096
     state.members.forget("n1/0", "test")
-    net.nodes["n0"]._follow_copies(net.now)
+    net.nodes["n0"]._follow(net.now)
     assert set(state.members._gone) == {"n1/0"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from heapq import heappop
 from typing import Any
 
 from prefixroute import POLICIES, Datagram, Node, Outcome
@@ -103,10 +102,9 @@ class Fleet(Gossiping):
 
     def settle(self, seconds: float) -> None:
         """Let the fleet alone for a while: nobody attacks, and nobody asks for anything."""
-        self._attack, until = None, self.now + seconds
-        while self._queue[0][0] <= until:
-            self.now, _, what, argument = heappop(self._queue)
-            what(argument, self.now)
+        self._attack, until = None, self._agenda.now + seconds
+        while self._agenda.next_at() <= until:
+            self._agenda.step()
 
     def all_keys(self) -> set[int]:
         """The wire keys of all prompts."""
@@ -136,10 +134,10 @@ class Fleet(Gossiping):
     def inject(self, to: str, data: bytes, source: object) -> None:
         """Let a node hear bytes now."""
         i = self._index[to]
-        self.nodes[i].receive_datagram(data, source, self.now)  # type: ignore[arg-type]
-        self.carry(i, self.now)
+        self.nodes[i].receive_datagram(data, source, self._agenda.now)  # type: ignore[arg-type]
+        self.carry(i, self._agenda.now)
         if self.nodes[i].next_timer() < self._due[i]:
-            self._wind(i, self.now)
+            self._wind(i, self._agenda.now)
 
     def route(self, job: Job, now: float) -> int:
         job.decision = self.nodes[job.origin].route(job.arrival.prompt.chain, now)
