@@ -10,7 +10,7 @@ Each file but `command.py` imports only what stands above it.
 | `attach/` | the engine beside a node: ranks, events, load, restarts, repairs |
 | `sidecar_config.py` | the configuration, one JSON file a node |
 | `seals.py` | tags that prove that a node of the fleet wrote something |
-| `streams.py` | server-sent events: cutting them, and going on after an upstream died |
+| `answer_streams.py` | server-sent events of an answer: cutting them, and going on after an upstream died |
 | `http_client.py` | the HTTP client of requests on their way |
 | `headers.py` | the headers between sidecars, in one table |
 | `door.py` | the HTTP server's side of the routed paths: body in, reply out |
@@ -23,7 +23,7 @@ Each file but `command.py` imports only what stands above it.
 | `introspection.py` | what a sidecar does for the doctor: domain, clock, echoes over UDP |
 | `site.py` | what the parts of one running sidecar share |
 | `sidecar_stats.py` | what ``/prefixroute/stats`` tells |
-| `upstream.py` | what an engine or a peer answers, up to its first event |
+| `upstream.py` | what is sent to an engine or a peer, and its answer up to the first event |
 | `exchange.py` | one request, from its decision to its last byte |
 | `pages.py` | all paths that are not routed |
 | `sidecar.py` | the sidecar: it reads a request, has the node decide, and starts the exchange |

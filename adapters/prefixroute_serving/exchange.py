@@ -5,7 +5,7 @@ Rules:
    hands it back. Only the first attempt carries a budget; a peer that would need longer declines at once.
 2. Nothing is sent to the client before an engine's first event is here, so until then a failure costs time only:
    the next fallback is asked, the local engine last.
-3. After that a broken stream goes on from another engine under the rules of `streams.StreamLedger`.
+3. After that a broken stream goes on from another engine under the rules of `answer_streams.StreamLedger`.
 4. Every attempt ends in exactly one `node.report`.
 5. A peer with several endpoints (ranks) chooses among them itself. Load and cached tokens in its answer count for the
    endpoint that was asked only if that endpoint served.
@@ -25,59 +25,43 @@ Rules:
 from __future__ import annotations
 
 import time
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import inf
-from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 from starlette.types import Send
 
-from prefixroute import Decision, LoadReport, Outcome, OutcomeKind
+from prefixroute import Decision, Outcome, OutcomeKind
 
-from .attach.kinds import without_rank
+from .answer_streams import Diverged, StreamLedger, UpstreamBroke
 from .door import Reply, begin_reply, error_reply, send_piece, send_reply
 from .headers import (
-    BUDGET_HEADER,
-    DECLINED_HEADER,
-    HOP_HEADER,
     LOAD_HEADER,
     MATCHED_HEADER,
     REASON_HEADER,
     TARGET_HEADER,
-    TENANT_HEADER,
     TOKENS_HEADER,
-    budget_text,
     load_text,
     printable,
     read_load,
 )
 from .http_client import HttpError, IncomingReply, TimedOut
 from .site import Site
-from .streams import Diverged, StreamLedger, UpstreamBroke
 from .turns import Turn
-from .upstream import AttemptFailed, BegunAnswer, begin, cached_in_body, check_answered, failed, outcome_of
+from .upstream import (
+    AttemptFailed,
+    BegunAnswer,
+    OutgoingRequest,
+    ask_engine,
+    ask_peer,
+    begin,
+    cached_in_body,
+    check_answered,
+    failed,
+    outcome_of,
+)
 
 _KEPT_REPLY_HEADERS = ("x-request-id", "retry-after")
-
-
-class OutgoingRequest(NamedTuple):
-    """A client's request as it is sent on.
-
-    `forwarded`: it came from a peer. `tokens` are carried along to a peer, so that it need not read the prompt again;
-    None: not known, or read as quickly as they are carried. `tenant` and `salt` are its caller's, "" for none: peers
-    are told them, since the body is salted already.
-    """
-
-    path: str
-    body: bytes
-    headers: Sequence[tuple[str, str]]
-    streamed: bool
-    forwarded: bool
-    tokens: array[int] | None
-    tenant: str = ""
-    salt: str = ""
 
 
 class Exchange:
@@ -147,29 +131,12 @@ class Exchange:
             self._site.engine.answered(target, status, self._decision.prompt_tokens)
 
     async def _send(self, target: str) -> IncomingReply:
-        site, request, connect_s = self._site, self._request, self._site.config.timeouts.connect_s
-        if target in site.endpoints:
-            site.count("local")
+        if target in self._site.endpoints:
+            self._site.count("local")
             await self._take_turn(target)
-            aimed, body = site.engine.aimed(target, request.headers, request.body)
-            return await site.client.post(site.engine.config.url, request.path, aimed, body, connect_s=connect_s)
-        site.count("forwarded")
-        headers, body = [*without_rank(request.headers), (HOP_HEADER, "1")], request.body
-        if self._budget_s < inf:
-            headers.append((BUDGET_HEADER, budget_text(self._budget_s)))
-        if request.tenant or request.salt:
-            proof = site.callers.prove(request.tenant, body)
-            headers += [(TENANT_HEADER, proof)] if proof else []
-        peer = target.partition("/")[0]
-        if peer in site.readers:
-            body, told = site.carrier.pack(body, request.tokens)
-            headers += [(TOKENS_HEADER, told)] if told else []
-        patience = site.config.timeouts.stream_s if request.streamed else site.config.timeouts.whole_s
-        url = allowed(site.node.endpoint_url(target), site.hosts)
-        upstream = await site.client.post(url, request.path, headers, body, connect_s=connect_s, read_s=patience)
-        # A peer that says nothing of it may be of an older version, to which such a body is no JSON.
-        (site.readers.add if TOKENS_HEADER in upstream.headers else site.readers.discard)(peer)
-        return upstream
+            return await ask_engine(self._site, self._request, target)
+        self._site.count("forwarded")
+        return await ask_peer(self._site, self._request, target, self._budget_s)
 
     async def _take_turn(self, target: str) -> None:
         """Wait until the local engine is to have the request; AttemptFailed when its tenant has too many waiting."""
@@ -296,25 +263,6 @@ def _accepted(ledger: StreamLedger, events: Iterable[bytes]) -> tuple[bytes, Div
     except (Diverged, UpstreamBroke) as error:
         return b"".join(passed), error
     return b"".join(passed), None
-
-
-def declined_reply(load: LoadReport, matched_tokens: int) -> Reply:
-    """What a peer is told whose prompt would take longer here than its budget."""
-    reply = error_reply(503, "it would take longer here than the budget")
-    told = (
-        (DECLINED_HEADER, str(matched_tokens)),
-        (LOAD_HEADER, load_text(load)),
-        (TOKENS_HEADER, "read"),
-    )
-    return reply._replace(headers=told)
-
-
-def allowed(url: str, hosts: frozenset[str]) -> str:
-    """The address of a peer's endpoint, if prompts may go there. It came by gossip: ValueError for another one."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or (hosts and parts.hostname not in hosts):
-        raise ValueError(f"prompts are not sent to {url[:100]!r}")
-    return url
 
 
 def _close(upstream: IncomingReply | None) -> None:

@@ -132,12 +132,12 @@ class Echo:
             raise UsageError(
                 f"pass bytes of {MIN_BYTES} to {MAX_BYTES}, count of 1 to {MAX_COUNT}, patience up to 10 s"
             )
-        gate = asyncio.Semaphore(_BURST)
-        answers = await asyncio.gather(*(self._one(address, size, patience_s, gate) for _ in range(count)))
+        in_flight = asyncio.Semaphore(_BURST)
+        answers = await asyncio.gather(*(self._one(address, size, patience_s, in_flight) for _ in range(count)))
         return Echoed(size, count, sum(answers))
 
-    async def _one(self, address: Hashable, size: int, patience_s: float, gate: asyncio.Semaphore) -> bool:
-        async with gate:
+    async def _one(self, address: Hashable, size: int, patience_s: float, in_flight: asyncio.Semaphore) -> bool:
+        async with in_flight:
             nonce = secrets.token_bytes(_NONCE)
             answer = self._waiting[nonce] = asyncio.get_running_loop().create_future()
             try:

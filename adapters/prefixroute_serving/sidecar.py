@@ -41,7 +41,7 @@ from .attach import Attachment
 from .callers import UNTRUSTED_SALT, Caller, CallerRefused, Callers
 from .carried_tokens import TokenCarrier
 from .door import Gone, body_of, error_reply, headers_of, path_of, send_reply, unless_gone
-from .exchange import Exchange, OutgoingRequest, declined_reply
+from .exchange import Exchange
 from .headers import BUDGET_HEADER, HOP_HEADER, TOKENS_HEADER, read_budget, sent_on
 from .http_client import KEEPALIVE_S, HttpClient, HttpError
 from .introspection import Echo, WallClock
@@ -52,6 +52,7 @@ from .sidecar_config import SidecarConfig, make_policy
 from .site import Site
 from .sockets import open_gossip
 from .turns import Turns
+from .upstream import OutgoingRequest, declined_reply
 
 log = logging.getLogger("prefixroute.sidecar")
 

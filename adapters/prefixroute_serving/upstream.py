@@ -1,4 +1,4 @@
-"""The answer of an upstream (an engine, or a peer's sidecar), read up to its first whole event.
+"""An upstream (the local engine, or a peer's sidecar): what is sent to it, and its answer up to the first whole event.
 
 Rules:
 1. A stream is known by its first event: an engine that streams may answer 200 and refuse in the first event, as
@@ -8,16 +8,34 @@ Rules:
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from math import inf
 from typing import Final, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
-from prefixroute import Outcome
+from prefixroute import LoadReport, Outcome
 
+from .answer_streams import EventCutter, cached_tokens, read_event
+from .attach.kinds import without_rank
 from .door import JSON, Reply, error_reply
-from .headers import DECLINED_HEADER, TARGET_HEADER, read_held_tokens, read_load
+from .headers import (
+    BUDGET_HEADER,
+    DECLINED_HEADER,
+    HOP_HEADER,
+    LOAD_HEADER,
+    TARGET_HEADER,
+    TENANT_HEADER,
+    TOKENS_HEADER,
+    budget_text,
+    load_text,
+    read_held_tokens,
+    read_load,
+)
 from .http_client import IncomingReply
-from .streams import EventCutter, cached_tokens, read_event
+from .site import Site
 
 EVENT_STREAM: Final = "text/event-stream"
 
@@ -29,6 +47,24 @@ class AttemptFailed(Exception):  # noqa: N818 - the outcome of one attempt, not 
         super().__init__(what)
         self.outcome = outcome
         self.reply = reply
+
+
+class OutgoingRequest(NamedTuple):
+    """A client's request as it is sent on.
+
+    `forwarded`: it came from a peer. `tokens` are carried along to a peer, so that it need not read the prompt again;
+    None: not known, or read as quickly as they are carried. `tenant` and `salt` are its caller's, "" for none: peers
+    are told them, since the body is salted already.
+    """
+
+    path: str
+    body: bytes
+    headers: Sequence[tuple[str, str]]
+    streamed: bool
+    forwarded: bool
+    tokens: array[int] | None
+    tenant: str = ""
+    salt: str = ""
 
 
 class BegunAnswer(NamedTuple):
@@ -46,6 +82,52 @@ class BegunAnswer(NamedTuple):
     body: bytes = b""
     events: list[bytes] | None = None
     cutter: EventCutter | None = None
+
+
+# --- questions ---------------------------------------------------------------------------------------------
+
+
+async def ask_engine(site: Site, request: OutgoingRequest, endpoint: str) -> IncomingReply:
+    """Send a request to the local engine's rank of `endpoint`. Raises HttpError."""
+    engine = site.engine
+    headers, body = engine.aimed(endpoint, request.headers, request.body)
+    connect_s = site.config.timeouts.connect_s
+    return await site.client.post(engine.config.url, request.path, headers, body, connect_s=connect_s)
+
+
+async def ask_peer(site: Site, request: OutgoingRequest, endpoint: str, budget_s: float) -> IncomingReply:
+    """Forward a request to the sidecar of a peer's endpoint; it hands back what would take longer than `budget_s`.
+
+    Raises HttpError, or ValueError for an address that prompts may not be sent to.
+    """
+    timeouts, body = site.config.timeouts, request.body
+    headers = [*without_rank(request.headers), (HOP_HEADER, "1")]
+    if budget_s < inf:
+        headers.append((BUDGET_HEADER, budget_text(budget_s)))
+    if request.tenant or request.salt:
+        proof = site.callers.prove(request.tenant, body)
+        headers += [(TENANT_HEADER, proof)] if proof else []
+    peer = endpoint.partition("/")[0]
+    if peer in site.readers:
+        body, told = site.carrier.pack(body, request.tokens)
+        headers += [(TOKENS_HEADER, told)] if told else []
+    patience_s = timeouts.stream_s if request.streamed else timeouts.whole_s
+    url = allowed(site.node.endpoint_url(endpoint), site.hosts)
+    reply = await site.client.post(url, request.path, headers, body, connect_s=timeouts.connect_s, read_s=patience_s)
+    # A peer that says nothing of it may be of an older version, to which such a body is no JSON.
+    (site.readers.add if TOKENS_HEADER in reply.headers else site.readers.discard)(peer)
+    return reply
+
+
+def allowed(url: str, hosts: frozenset[str]) -> str:
+    """The address of a peer's endpoint, if prompts may go there. It came by gossip: ValueError for another one."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or (hosts and parts.hostname not in hosts):
+        raise ValueError(f"prompts are not sent to {url[:100]!r}")
+    return url
+
+
+# --- answers -----------------------------------------------------------------------------------------------
 
 
 async def begin(target: str, upstream: IncomingReply) -> BegunAnswer:
@@ -83,6 +165,17 @@ def check_answered(answer: BegunAnswer) -> BegunAnswer:
         what = f"status {status}"
         raise AttemptFailed(outcome_of(status, what), what, Reply(status, answer.body, answer.media_type))
     return answer
+
+
+def declined_reply(load: LoadReport, matched_tokens: int) -> Reply:
+    """What a peer is told whose prompt would take longer here than its budget."""
+    reply = error_reply(503, "it would take longer here than the budget")
+    told = (
+        (DECLINED_HEADER, str(matched_tokens)),
+        (LOAD_HEADER, load_text(load)),
+        (TOKENS_HEADER, "read"),
+    )
+    return reply._replace(headers=told)
 
 
 def outcome_of(status: int, what: str) -> Outcome:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 from prefixroute_serving.carried_tokens import TokenCarrier
-from prefixroute_serving.exchange import allowed
 from prefixroute_serving.introspection import check
 from prefixroute_serving.serve import reread_on_sighup
 from prefixroute_serving.sidecar_config import dump_config
+from prefixroute_serving.upstream import allowed
 from sidecar_pair import PREFIX, Pair, run_pair, until
 
 from prefixroute import Domain

@@ -207,15 +207,15 @@ def test_a_tenant_pays_for_what_was_computed_and_for_what_it_left(outcome: Outco
     fixed = round(decision.candidates[0].overhead_s / decision.candidates[0].s_per_token) + 1
 
     async def test() -> int:
-        gate = Turns(config(window_tokens=1, window_s=0), lambda: 0.0)
-        first, second = gate.turn("n/0", True), gate.turn("n/0", True)
+        turns = Turns(config(window_tokens=1, window_s=0), lambda: 0.0)
+        first, second = turns.turn("n/0", True), turns.turn("n/0", True)
         first.enter("acme", decision, "n/0", 0)
         second.enter("acme", decision, "elsewhere", 0)
         await first.come()
         second.over(Outcome.cancelled())
         first.over(outcome)
-        (row,) = gate.queues["n/0"].stats()
-        assert (row.held, row.released, gate.slack_s("globex")) == (0, 1, 0.0)
+        (row,) = turns.queues["n/0"].stats()
+        assert (row.held, row.released, turns.slack_s("globex")) == (0, 1, 0.0)
         return row.tokens
 
     assert asyncio.run(test()) == (tokens + fixed if tokens else 0)

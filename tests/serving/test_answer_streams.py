@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prefixroute_serving.streams import (
+from prefixroute_serving.answer_streams import (
     MAX_EVENT_BYTES,
     Diverged,
     EventCutter,
