@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from heapq import heappop
 from typing import Any
 
 from prefixroute import POLICIES, Datagram, Node, Outcome
@@ -103,9 +102,8 @@ class Fleet(Gossiping):
     def settle(self, seconds: float) -> None:
         """Let the fleet alone for a while: nobody attacks, and nobody asks for anything."""
         self._attack, until = None, self.now + seconds
-        while self._queue[0][0] <= until:
-            self.now, _, what, argument = heappop(self._queue)
-            what(argument, self.now)
+        while self._agenda.next_at() <= until:
+            self._agenda.step()
 
     def all_keys(self) -> set[int]:
         """The wire keys of all prompts."""
