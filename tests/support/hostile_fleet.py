@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from prefixroute import POLICIES, Datagram, Node, Outcome
-from prefixroute.keys.chain import wire_key
 from prefixroute.replication.wire import Kind, Message, Stamp, Update, VectorEntry, decode, encode, encode_part
 from prefixroute.sim.serving.cells import CellSettings, trace_of
 from prefixroute.sim.serving.loop import Attempt, Gossiping, Job, ServingSettings
@@ -102,14 +101,14 @@ class Fleet(Gossiping):
 
     def settle(self, seconds: float) -> None:
         """Let the fleet alone for a while: nobody attacks, and nobody asks for anything."""
-        self._attack, until = None, self._agenda.now + seconds
+        self._attack, until = None, self.now + seconds
         while self._agenda.next_at() <= until:
             self._agenda.step()
 
     def all_keys(self) -> set[int]:
         """The wire keys of all prompts."""
         chains = {id(arrival.prompt): arrival.prompt.chain for arrival in self.trace.arrivals}.values()
-        return {wire_key(chain.key(depth)) for chain in chains for depth in range(1, chain.depth + 1)}
+        return {chain.wire(depth) for chain in chains for depth in range(1, chain.depth + 1)}
 
     def _strike(self, _: None, now: float) -> None:
         if self._attack is None:
@@ -134,10 +133,10 @@ class Fleet(Gossiping):
     def inject(self, to: str, data: bytes, source: object) -> None:
         """Let a node hear bytes now."""
         i = self._index[to]
-        self.nodes[i].receive_datagram(data, source, self._agenda.now)  # type: ignore[arg-type]
-        self.carry(i, self._agenda.now)
+        self.nodes[i].receive_datagram(data, source, self.now)  # type: ignore[arg-type]
+        self.carry(i, self.now)
         if self.nodes[i].next_timer() < self._due[i]:
-            self._wind(i, self._agenda.now)
+            self._wind(i, self.now)
 
     def route(self, job: Job, now: float) -> int:
         job.decision = self.nodes[job.origin].route(job.arrival.prompt.chain, now)

@@ -189,6 +189,11 @@ class Unrouted:
             for i in range(settings.nodes)
         ]
 
+    @property
+    def now(self) -> float:
+        """Virtual time, in seconds: the moment of what happened last."""
+        return self._agenda.now
+
     def run(self) -> ServedRequests:
         """Run until every request is answered."""
         for i, arrival in enumerate(self.trace.arrivals):
@@ -196,7 +201,7 @@ class Unrouted:
         self.begin()
         while self._left:
             self._agenda.step()
-        self.served.virtual_s = self._agenda.now
+        self.served.virtual_s = self.now
         return self.served
 
     # --- what routing replaces -----------------------------------------------------------------------------
