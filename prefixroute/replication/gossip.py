@@ -133,10 +133,10 @@ class Gossip:
         outbox, self._outbox = self._outbox, []
         return outbox
 
-    def exchange(self, now: float) -> None:
+    def exchange(self, now: float) -> bool:
         """Begin the exchange that is due: publish, send SYN to one peer; when a round begins beat and sweep as well.
 
-        O(endpoints).
+        Return whether a round began. O(endpoints).
         """
         self.members.watch(now)
         beats = self.tempo.beats(now)
@@ -157,6 +157,7 @@ class Gossip:
             sent = self._send(peer, Kind.SYN, 0, entries, [])
             self._turns.update(copy.mine for copy in copies[:sent])
         self.tempo.went(len(self.peers), now)
+        return beats
 
     def farewell(self, now: float) -> None:
         """Tell all peers that are there what has left. O(peers x left)."""

@@ -48,6 +48,8 @@ class Fleet:
         """Candidates above a saving only."""
         self.barred = 0
         """Out by a rule for zones, and by nothing else."""
+        self.passing = 0
+        """Those of which time alone changes what is believed: they push back or are suspended, for a while."""
         self._owners: Counter[str] = Counter()
         """Endpoints by owner: of this node's, and of its peers' own word or of others' about them."""
         self._untried: dict[str, Suspension] = {}
@@ -113,6 +115,7 @@ class Fleet:
         self.local &= clear
         self.guarded &= clear
         self.barred &= clear
+        self.passing &= clear
 
     def refresh(self, standing: Standing, now: float) -> None:
         """Bring an endpoint's standing, masks and rank up to date. O(log n) and a memmove."""
@@ -125,6 +128,8 @@ class Fleet:
             self.barred = self.barred | bit if needs == inf and not out else self.barred & ~bit
             out = out or needs == inf
         self.usable = self.usable & ~bit if out else self.usable | bit
+        passes = state is not PushBackState.OPEN or standing.suspension.failures > 0
+        self.passing = self.passing | bit if passes else self.passing & ~bit
         overloaded = state is PushBackState.OVERLOADED
         self.overloaded = self.overloaded | bit if overloaded else self.overloaded & ~bit
         self.rank(standing, now)
@@ -157,7 +162,7 @@ class Fleet:
         insort(ranking, standing.rank)
 
     def refresh_all(self, now: float) -> None:
-        """Rank all endpoints anew. O(n log n): once a round."""
+        """Bring all endpoints up to date and rank them anew. O(n log n), 4.5 ms at 1,024 endpoints: once a round."""
         default, rtt_s = self._typical_pace(), self._typical_rtt_s()
         self._owners = Counter(owner_of(s.name) for s in self.standings.values() if _is_known(s))
         for standing in self.standings.values():
@@ -165,6 +170,18 @@ class Fleet:
             if isinstance(standing, PeerStanding):
                 standing.default_rtt_s = rtt_s
             self.refresh(standing, now)
+
+    def refresh_passing(self, now: float) -> None:
+        """Bring this node's own endpoints up to date, and those that push back or are suspended: with each exchange.
+
+        A flag that runs out and a pause that is over are noticed so; all else that is believed of an endpoint changes
+        with a word or an outcome, which refresh it, or can wait for the round. O(such endpoints), few as a rule.
+        """
+        mask = self.local | self.passing
+        while mask:
+            low = mask & -mask
+            self.refresh(self.by_bit[low], now)
+            mask ^= low
 
     def _typical_rtt_s(self) -> float:
         """The round trip to a peer that was not measured yet: the upper quartile of those that were.
@@ -236,10 +253,12 @@ class Fleet:
         assert {standing.bit: standing for standing in self.standings.values()} == self.by_bit
         nobody = ~sum(self.by_bit)
         assert self.usable & nobody == self.overloaded & nobody == self.local & nobody == 0
+        assert self.passing & nobody == 0
         assert self.guarded & nobody == self.barred & (nobody | self.usable) == 0
         for bit, standing in self.by_bit.items():
             assert standing.local is bool(self.local & bit)
             assert bool(self.guarded & bit) is (0 < standing.needs_s < inf)
+            assert bool(self.passing & bit) or standing.state is PushBackState.OPEN
             assert standing.needs_s < inf or not (self.usable & bit or standing.local)
 
 
