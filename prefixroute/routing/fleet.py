@@ -1,12 +1,12 @@
 """What this node believes of every endpoint that it could use, ranked by what reaching it costs before any prefill.
 
 Rules:
-1. A decision looks at a handful of endpoints, never at all: the ranking is kept up to date as reports and bookings
-   come, and a search asks it for the first few within a bitmask.
+1. A decision looks at a handful of endpoints, never at all of them: the ranking is kept up to date as reports and
+   bookings come, and a decision asks for the first few within a bitmask.
 2. Masks say who is usable: suspended, refusing and unheard endpoints are out; overloaded ones are set apart.
-3. Endpoints that have not served anything yet share the suspension of their owner, and those whose owner is no peer one
-   in all: who makes endpoints up is found out once, not once for each.
-4. Set apart are also those that a rule for zones lets in above a saving only; those that it never lets in are out.
+3. Endpoints that have not served anything yet share one suspension with the others of their owner, and all whose owner
+   is no peer share one: a node that makes endpoints up is found out once, not once for each.
+4. Endpoints that a rule for zones lets in above a saving only are set apart too; those that it never lets in are out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOOKED_DOWN = 64
 """Places of the ranking that a decision looks at for the first of many endpoints."""
 
 SAMPLED = 32
-"""Endpoints that stand for more which are not up there: the best of so many is within 3 % of the best rank."""
+"""Endpoints taken by chance where none is found up there: the best of so many is within 3 % of the best rank."""
 
 
 class Fleet:
@@ -135,14 +135,14 @@ class Fleet:
         self.rank(standing, now)
 
     def served(self, standing: Standing) -> bool:
-        """Note that a forward was answered; return whether that ended a suspension. From now on it has its own."""
+        """Note that an endpoint answered; return whether that ended a suspension. From now on it has one of its own."""
         ended = standing.suspension.served()
         if standing.suspension in self._untried.values():
             standing.suspension = Suspension()
         return ended
 
     def refresh_sharing(self, standing: Standing, now: float) -> None:
-        """Bring all up to date that share an endpoint's suspension. O(endpoints): after a failure, or for a trial."""
+        """Bring up to date all endpoints that share a suspension. O(endpoints): after a failure, or for a trial."""
         for other in list(self.standings.values()):
             if other.suspension is standing.suspension:
                 self.refresh(other, now)
@@ -207,9 +207,9 @@ class Fleet:
     def cheapest(self, mask: int, n: int) -> list[Standing]:
         """Return the `n` endpoints of `mask` that are cheapest to reach, in order.
 
-        O(n) as a rule: of many the first are found soon down the ranking. Holders of a hot prefix may all be at its
-        end, since they are the busiest, so the look down it is bounded, and the cheapest of `SAMPLED` of them taken by
-        chance will do: to look at all of 1,024 took 0.3 ms.
+        O(n) as a rule: of many endpoints the first are found soon down the ranking. But the holders of a hot prefix may
+        all be at its end, since they are the busiest. So no more than `LOOKED_DOWN` places are read, and where that
+        does not do, the cheapest of `SAMPLED` endpoints taken by chance will: to look at all of 1,024 took 0.3 ms.
         """
         if not mask & (mask - 1):
             return [self.by_bit[mask]] if mask else []
@@ -236,7 +236,7 @@ class Fleet:
         return found[:n]
 
     def _sample(self, mask: int) -> list[Standing]:
-        """`SAMPLED` endpoints of a mask that has more: from a bit on that falls by chance. O(1)."""
+        """Return `SAMPLED` endpoints of a mask that has more: those that follow a bit drawn by chance. O(1)."""
         start = self._rng.randrange(mask.bit_length())
         some: list[Standing] = []
         for part in (mask >> start << start, mask & (1 << start) - 1):
