@@ -189,7 +189,10 @@ class Node:
         return min(self._table.now, due_at) if self._behind() else due_at
 
     def handle_timer(self, now: float) -> None:
-        """Do what is due: advertise, sweep, gossip; or a slice of what is left to do. O(endpoints)."""
+        """Do what is due: advertise, gossip, once a round rank all endpoints anew; or a slice of what is left to do.
+
+        O(endpoints), or O(endpoints log endpoints) once a round.
+        """
         self._table.begin(now)
         # In turn, so that neither waits for ever where the timer is handled at its own pace.
         if now < self._tempo.next_at or (self._gossiped and self._behind()):
@@ -198,9 +201,12 @@ class Node:
             return
         self._gossiped = True
         self._table.advertise_all(now)
-        self._gossip.exchange(now)
+        begins_round = self._gossip.exchange(now)
         self._follow(now)
-        self._table.fleet.refresh_all(now)
+        if begins_round:
+            self._table.fleet.refresh_all(now)
+        else:
+            self._table.fleet.refresh_passing(now)
         self._flights.expire(now)
         if self._tallies.open:
             self._tallies.forget(self._flights.open)

@@ -102,8 +102,7 @@ class EndpointTable:
 
     def add(self, copy: Copy, credited: Sequence[str], now: float) -> None:
         """Take in an endpoint of this node's own; `credited` are the tiers whose blocks count."""
-        self.index.join(copy.endpoint)
-        bit, own = self.index.bit(copy.endpoint), self._own
+        bit, own = self.index.join(copy.endpoint), self._own
         held = partial(self.index.held, bit)
         local = LocalEndpoint(copy, bit, now, self._domain, own.push_back, credited, own.digest_bytes, held)
         self.locals[copy.endpoint] = local
@@ -201,8 +200,7 @@ class EndpointTable:
         self.feed.go_on()
 
     def _join(self, copy: Copy, now: float) -> None:
-        self.index.join(copy.endpoint)
-        bit, peer = self.index.bit(copy.endpoint), self._peers.get(owner_of(copy.endpoint))
+        bit, peer = self.index.join(copy.endpoint), self._peers.get(owner_of(copy.endpoint))
         self.fleet.add(PeerStanding(copy, peer, bit, now), now)
 
     # --- parts ---------------------------------------------------------------------------------------------
@@ -225,7 +223,7 @@ class EndpointTable:
     ) -> None:
         """Bring what changed at a local endpoint into the index, and tell what there is to tell."""
         if changes.added or changes.removed:
-            self.index.mark(local.standing.bit, changes.added, changes.removed)
+            self.index.update(local.copy.endpoint, changes.added, changes.removed)
             if news_at is not None:
                 self._news(news_at)
         self._tell(told)

@@ -1,4 +1,12 @@
-"""The other policies, which the default one is compared with: the paper's rule, least load, least cost, no routing."""
+"""The other policies, which the default one is compared with.
+
+| policy | goes to |
+|---|---|
+| `GreedyCost` | the least expected time to first token |
+| `LongestMatch` | the longest match, the paper's rule |
+| `LeastLoad` | the shortest wait |
+| `NoRouting` | where the request arrived |
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """The arithmetic of the default policy: what a prompt costs at each candidate, others counted, and when a copy pays.
 
-The rule itself, and its symbols, are in `policy.RentOrBuy`. Here are its loops, apart because every decision goes
-through them: written out, without a call for each term, they take half the time. The compiled build compiles them.
+The rule itself, and its symbols, are in `RentOrBuy`. Here are its loops, apart because every decision goes through
+them: written out, without a call for each term, they take half the time. The compiled build compiles them.
 
-Rules of rent, which is what an origin has paid, in round trips, for stretches of prompts that only peers hold:
+Rules of rent, which is what an origin has paid, in seconds of round trips, for stretches of prompts that only peers
+hold:
 1. It is kept for stretches that double in length, not for every block, so a long prompt costs a handful of updates.
 2. It decays with the idle age at which blocks are evicted here: a copy that would not have lasted is not worth it.
 3. It is bounded: the stretches that were charged longest ago go first.
@@ -21,8 +22,8 @@ from .interface import Candidate
 NEEDED_AGAIN = 0.5
 """Share of the tokens evicted for a prompt that will be prefilled again.
 
-All of them where caches together hold everything once (with 1 the mean is 3 % less there), next to none of a long tail
-(with 0 it is 3 % less there), by the simulator.
+By the simulator it is all of them where the caches together hold everything once (with 1 the mean is 3 % less there),
+and next to none of a long tail (with 0 it is 3 % less there).
 """
 
 
@@ -48,7 +49,7 @@ def by_price(candidates: Sequence[Candidate], origin: Candidate, draw: Callable[
     half, limit_s = origin.queued / 2, origin.cost_s + origin.delays_s
     priced: list[tuple[bool, float, bool, float, Candidate]] = []
     for c in candidates:
-        # As `priced_s` says it.
+        # The same as `priced_s`; `test_policy` compares the two.
         remote, cost_s, prefill_s = not c.local, c.cost_s, c.prefill_s
         delays_s = c.arrivals_per_s * prefill_s * prefill_s / 2
         price_s = cost_s + (half + c.queued / 2) * prefill_s + delays_s

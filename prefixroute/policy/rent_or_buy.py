@@ -1,4 +1,7 @@
-"""The default policy: forward while that is cheaper, until a copy of one's own would have paid; and all by name."""
+"""The default policy: forward while that is cheaper, until a copy of one's own would have paid.
+
+Its arithmetic is in `pricing`. All policies by name are here too: `POLICIES`.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ class RentOrBuy:
     """The default: forward while that is cheaper, until a copy of one's own would have paid. No threshold to tune.
 
     Forwarding is rent: it is paid again for each prompt while the local cache stays cold. Prefilling here is the price
-    of a copy. Who buys once the rent that was paid reaches the price pays at most about twice what the best choice in
-    hindsight costs (ski rental; Karlin et al., Algorithmica 3, 1988), and needs to know no rate of arrivals.
+    of a copy. To buy once the rent that was paid reaches the price costs at most about twice the best choice in
+    hindsight (ski rental; Karlin et al., Algorithmica 3, 1988), and takes no knowledge of the rate of arrivals.
 
         price of work   p_j = 1 + mean of the requests without a first token at the origin and at j: work delays others
-        delays          D_j = arrivals a second at j x (seconds of prefill at j)^2 / 2: who comes meanwhile waits
+        delays          D_j = arrivals a second at j x (seconds of prefill at j)^2 / 2: what comes meanwhile waits
         cost            T_j = round trip + wait + overhead + D_j + seconds a token x (p_j x uncached + evicted / 2)
         rent            R   = this round trip + the rent kept on the blocks that the best peer holds beyond the origin
         price of a copy B   = seconds a token x (p x tokens of those blocks + tokens evicted for them), at the origin
@@ -30,7 +33,7 @@ class RentOrBuy:
     over four nodes the hottest node got 44 % of the requests without it, and gets 38 % with it.
 
     If the least is a peer that holds more of the prompt, buy when R >= B: serve here, and forget that rent. Else
-    forward, and add the round trip to the rent of those blocks (`rent`). A peer that holds no more than the origin is
+    forward, and add the round trip to the rent of those blocks (`Rents`). A peer that holds no more than the origin is
     only a shorter queue, and costs no rent. A gateway has no cache to warm, and its price of work is that of the mean
     queue of its candidates.
     """

@@ -238,10 +238,10 @@ class Gossip:
 
     # --- what the node calls -------------------------------------------------------------------------------
 
-    def exchange(self, now: float) -> None:
+    def exchange(self, now: float) -> bool:
         """Begin the exchange that is due: publish, and send a SYN to one peer; each round beat and sweep as well.
 
-        O(endpoints).
+        Return whether a round began. O(endpoints).
         """
         members = self.members
         self._wake(now)
@@ -261,6 +261,7 @@ class Gossip:
             whole = len(copies) + len(members.left)
             self._turns.named(copies[: self.outbox.send(peer, Kind.SYN, vector, nonce=nonce, whole=whole)])
         self.tempo.went(len(self.peers), now)
+        return beats
 
     def _publish(self, copy: Copy, keys: OwnedSet, beats: bool, now: float) -> None:
         """Bring what this node says of an own endpoint up to date: its keys, its load, its heartbeat."""

@@ -1,5 +1,11 @@
 """The merged longest-prefix index over all endpoints: 48-bit wire key -> bitmask of the endpoints that hold it.
 
+| endpoint | when it | its depth for a prompt | found by |
+|---|---|---|---|
+| exact | publishes every block | the blocks that it holds of the path | galloping, then bisecting |
+| coarse | has a stride above 1 | the deepest of its anchors on the path | stride ends, bisecting, anchors between |
+| sparse | holds `ENDS_ONLY` | the deepest end on the path that leaves a token | marked sections, deepest first |
+
 Rules:
 1. Each endpoint's keys are closed under prefixes, so the holders of a prompt's prefixes only shrink with depth and
    depth can be bisected. The work follows the number of distinct depths, never the number of endpoints.
@@ -7,13 +13,12 @@ Rules:
 3. A held key proves all of its prefix, so a copy that is cut short, in the middle of an update, can only
    under-estimate. Keys can collide (2.3e-8 a probe at 64 endpoints x 100k keys): once in some 10 million searches a
    prompt is sent where less of it is. Checking each landing on the blocks above it cost 1.3 us of a search's 8.
-4. An endpoint with an anchor stride above 1 is *coarse*: it publishes some of its blocks (`tree`, rule 5), and its
-   depth is that of the deepest anchor on the prompt's path. Only depth 1 and multiples of its stride are closed.
+4. A coarse endpoint publishes some of its blocks (`tree`, rule 5): only depth 1 and multiples of its stride are closed.
 5. Removing an endpoint costs its own keys only. An endpoint's bit is reused after it is removed.
-6. An endpoint that holds `ENDS_ONLY` (`ends`) is *sparse*, whatever its stride: its depth is that of the deepest end on
-   the prompt's path that leaves a token to compute, since an engine computes at least one and the end above may be far
-   off. With a stride above 1 some ends are left out, which under-estimates.
-7. Closure may be broken while an endpoint's keys come in slices (`upkeep`); rule 3 holds then as well.
+6. A sparse endpoint is so whatever its stride. An engine computes at least one token, so an end at the prompt's last
+   token is of no use, and the end above may be far off. With a stride above 1 some ends are left out, which
+   under-estimates.
+7. Closure may be broken while an endpoint's keys come in slices (`index_feed`); rule 3 holds then as well.
 
 Memory: 96 bytes a distinct key while masks are shared, 194 at most with 1,024 endpoints.
 """
@@ -56,7 +61,7 @@ class MergedIndex:
         self._strides: list[tuple[int, int]] = []
         """(stride, its endpoints) for the strides above 1 that are in use, widest first."""
         self.sparse = 0
-        """Endpoints whose hits end at some depths only, as a mask."""
+        """Endpoints whose hits end at some depths only, as a mask. To be read only."""
 
     def __len__(self) -> int:
         """Number of distinct keys."""
@@ -77,18 +82,19 @@ class MergedIndex:
             yield self._names[low]
             mask ^= low
 
-    def join(self, endpoint: str) -> None:
-        """Give an endpoint a bit, with no keys. Raises `UsageError` if it has one."""
+    def join(self, endpoint: str) -> int:
+        """Give an endpoint a bit, with no keys, and return it as a mask. Raises `UsageError` if it has one."""
         if endpoint in self._bits:
             raise UsageError(f"endpoint {endpoint!r} is in the index already")
         bit = self._free.pop() if self._free else 1 << len(self._names)
         self._bits[endpoint] = bit
         self._names[bit] = endpoint
+        return bit
 
     def retire(self, endpoint: str) -> int:
         """Take an endpoint out whose keys are cleared later; return its bit, which no other gets until `release`.
 
-        Until then a search finds it still, under this name: look among the endpoints that are wanted (`within`).
+        Until then a search still finds that bit: look `within` the endpoints that are wanted.
         """
         self.set_stride(endpoint, 1)
         return self._bits.pop(endpoint)
@@ -126,8 +132,8 @@ class MergedIndex:
     def set_stride(self, endpoint: str, anchor_stride: int) -> None:
         """Say which anchor stride an endpoint's keys have; 1, as after `join`, is every block.
 
-        Set it with the keys that have it: keys of a finer stride are found as well, those of a coarser one
-        under-estimated. Raises `UsageError` for a stride that does not divide 32.
+        Set it with the keys that have it. A search at this stride also finds keys of a finer one, and under-estimates
+        those of a coarser one. Raises `UsageError` for a stride that does not divide 32.
         """
         if anchor_stride not in ANCHOR_STRIDES:
             raise UsageError(f"an anchor stride is one of {ANCHOR_STRIDES}, not {anchor_stride!r}")
@@ -141,10 +147,11 @@ class MergedIndex:
         self._coarse = self._coarse | bit if anchor_stride > 1 else self._coarse & ~bit
 
     def search(self, chain: TokenChain, keep: int = DEEPEST, within: int = -1) -> list[Stratum]:
-        """Return the deepest `keep` strata of a prompt among the endpoints `within`, without the holders of nothing.
+        """Return the deepest `keep` strata of a prompt, deepest first; endpoints that hold nothing of it are in none.
 
-        A prompt whose first block nobody holds costs one hash and one look-up. Otherwise O(depth / 32) hashes, and
-        log2(32) more for each distinct depth that is returned, or up to 31 among coarse endpoints. Deepest first.
+        `within` is the mask of the endpoints that are looked at; -1: all. A prompt whose first block nobody holds costs
+        one hash and one look-up. Otherwise O(depth / 32) hashes, and log2(32) more for each distinct depth that is
+        returned, or up to 31 among coarse endpoints.
         """
         if not chain.depth:
             return []
@@ -211,7 +218,7 @@ class MergedIndex:
         return strata[0].depth
 
     def _merged(self, strata: list[Stratum], chain: TokenChain, keep: int, others: int) -> list[Stratum]:
-        """Return the deepest `keep` of these strata and those of `others`, which are searched as what they are."""
+        """Return the deepest `keep` of these strata and those of the endpoints `others`, which are of another kind."""
         if others:
             for stratum in self.search(chain, keep, others):
                 _add(strata, stratum.depth, stratum.mask)
@@ -221,7 +228,7 @@ class MergedIndex:
     # --- sparse endpoints ----------------------------------------------------------------------------------
 
     def _last_ends(self, chain: TokenChain, holders: int, keep: int) -> list[Stratum]:
-        """The deepest `keep` strata of sparse endpoints: sections from the deepest up, each depth of those marked."""
+        """Return the deepest `keep` strata of sparse endpoints: marked sections, deepest first, each depth of them."""
         masks = self._masks
         most = (chain.n_tokens - 1) // chain.spec.block_tokens
         if most < 1:
@@ -247,7 +254,7 @@ class MergedIndex:
     # --- coarse endpoints ----------------------------------------------------------------------------------
 
     def _gallop_coarse(self, chain: TokenChain, holders: int, keep: int) -> list[Stratum]:
-        """The deepest strata of coarse endpoints that hold the first block: walk stride ends, bisect, try the ends."""
+        """Return the deepest strata of coarse endpoints that hold block 1: stride ends, bisected, then anchors."""
         masks = self._masks
         brackets: list[tuple[int, int, int, int]] = []
         lower = 0

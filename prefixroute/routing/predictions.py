@@ -8,7 +8,7 @@ Rules:
    has moved on twice since the reply: what it was told then has been published by then.
 2. Two prompts are compared by their keys, so namespaces, images and secrets count.
 3. A prompt is compared with the newest few that begin alike, so the cost does not grow with the traffic.
-4. What a prompt leaves at a sparse endpoint (`index`, rule 6) is of use at its end alone.
+4. Of what a prompt leaves at a sparse endpoint (`index`, rule 6) only the whole can be reused, up to its end.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class _Prediction:
         self.standing = standing
         self.expires_at = expires_at
         self.held: tuple[int, int] | None = None
-        """(incarnation, version) of the target's digest from which on it tells by itself; None before the reply."""
+        """(incarnation, version) of the target's digest that tells it all by itself; None before the reply."""
 
     def stands(self, now: float) -> bool:
-        """Whether it still counts."""
+        """Whether it still counts: it is not too old, and the digest has not moved on past it."""
         return now < self.expires_at and (self.held is None or self.standing.copy.held < self.held)
 
 
@@ -78,7 +78,7 @@ class Predictions:
             self.drop(next(iter(self._by_ticket)))
 
     def served(self, ticket: int) -> None:
-        """Note the reply: what is local has been told by the engine, the rest will be by gossip."""
+        """Note the reply: a local engine has told of the prompt by now, and of a peer's gossip will."""
         prediction = self._by_ticket.get(ticket)
         if prediction is None:
             return
@@ -148,6 +148,6 @@ class Predictions:
 
 
 def _end(prediction: _Prediction) -> int:
-    """How many blocks of a prompt its endpoint can reuse if it reuses any."""
+    """Return how many blocks of a prompt its endpoint can reuse, if it reuses any: whole hit units."""
     chain = prediction.chain
     return reusable_depth(chain.n_tokens, prediction.standing.hit_unit, chain.spec.block_tokens)

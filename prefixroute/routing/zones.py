@@ -4,13 +4,13 @@ Rules:
 1. The sender's rule decides, by the pair (its own zone, the target's zone). Of several that fit, the first of (a, b),
    (a, "*"), ("*", b), ("*", "*") is taken; if none does: always.
 2. Within a zone it is always, unless a rule names that zone twice.
-3. A zone that is not known may be any: it goes by the strictest rule that this node has for any zone. So it is with an
-   endpoint whose first snapshot has not come, and with a node that has no label.
+3. A zone that is not known may be any: the strictest rule that this node has for any zone applies. That goes for an
+   endpoint whose first snapshot has not come, and for a node that has no label.
 
 | rule | an endpoint there is |
 |---|---|
 | always | a candidate like any other |
-| above a saving | a candidate where it saves so much against the best that has no such rule; else the last fallback |
+| above a saving | a candidate if it saves so much against the best without such a rule; else the last fallback |
 | never | no candidate, no fallback, no last resort |
 """
 
@@ -28,7 +28,7 @@ FORWARDS = ("always", "above", "never")
 """Words for `ZoneRule.forward`."""
 
 MAX_COUNTED = 32
-"""Zones whose forwards are counted apart; labels are others' word, and a counter is kept for ever."""
+"""Zones whose forwards are counted apart: labels come from others, and a counter is kept for ever."""
 
 MAX_KEPT = 256
 """Labels for which the answer is kept."""
@@ -101,7 +101,7 @@ class Zones:
 
 
 class Gate:
-    """The rules as they are for a node of one zone, looked up by target and counted."""
+    """The rules for a node of one zone, looked up by the target's zone; what they do is counted."""
 
     def __init__(self, zone: str, zones: Zones, journal: Journal) -> None:
         self.zone = zone

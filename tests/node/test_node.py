@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,12 +22,14 @@ from prefixroute import (
     NodeSettings,
     PeerChanged,
     PushBackSettings,
+    PushBackState,
     ReplicaChanged,
     ResidencyChanged,
     StreamGap,
     UsageError,
 )
 from prefixroute.events import MAX_EVENTS
+from prefixroute.routing.fleet import Fleet
 from prefixroute.testing import Mesh, stored
 
 # --- membership ---------------------------------------------------------------------------------------------
@@ -393,3 +396,61 @@ def test_a_namespace_given_again_beside_its_chain_is_no_contradiction() -> None:
     assert node.route(node.chain(prompt(1, 4)), 0.0, namespace=Namespace()).local
     with pytest.raises(UsageError, match="give them to chain"):
         node.route(salted, 0.0, namespace=Namespace(salt="y"))
+
+
+# --- rounds ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.interpreted
+def test_all_endpoints_are_ranked_anew_once_a_round_however_many_exchanges_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = mesh(5)
+    node, ranked, looked_at = net.nodes["n0"], [], []
+    whole, some = Fleet.refresh_all, Fleet.refresh_passing
+    fleet = node._table.fleet
+    monkeypatch.setattr(Fleet, "refresh_all", lambda f, now: (f is fleet and ranked.append(now), whole(f, now)))
+    monkeypatch.setattr(Fleet, "refresh_passing", lambda f, now: (f is fleet and looked_at.append(now), some(f, now)))
+    before = node.counters["rounds"]
+    while node.counters["rounds"] < before + 6:
+        # News at every step, so that the pace is the full one: three exchanges a round.
+        node.set_load("n0/0", LoadReport(waiting=round(net.now * 1000) % 97), net.now)
+        net.run(0.01)
+    assert len(ranked) == 6
+    assert 10 <= len(looked_at) <= 12
+    assert all(b - a == pytest.approx(SETTINGS.interval_s, rel=0.1) for a, b in pairwise(ranked))
+
+
+@pytest.mark.parametrize("what", ["flag", "refusal", "suspension"])
+def test_what_ends_with_time_alone_is_noticed_by_the_next_exchange_and_not_the_next_round(what: str) -> None:
+    """Rounds of a minute, an exchange every twenty seconds."""
+    slow = NodeSettings(interval_s=60.0, idle_interval_s=60.0, suspect_after_s=1e5, forget_after_s=1e6)
+    net = mesh(4, settings=slow)
+    node, fleet = net.nodes["n0"], net.nodes["n0"]._table.fleet
+
+    def busy_second() -> int:
+        node._gossip.tempo.stir(net.now)
+        net.run(1.0)
+        return node.counters["rounds"]
+
+    for _ in range(130):
+        busy_second()
+    before = node.counters["rounds"]
+    while busy_second() == before:
+        pass
+    one = fleet.standings["n1/0"]
+    if what == "flag":
+        one.copy.advert = one.copy.advert._replace(
+            state=PushBackState.OVERLOADED, ttl_s=net.now + 5.0 - one.copy.heard_at
+        )
+    elif what == "refusal":
+        one.refused_until = net.now + 5.0
+    else:
+        one.suspension.failed(net.now, net.now)
+    fleet.refresh(one, net.now)
+    assert (fleet.overloaded | ~fleet.usable) & one.bit
+    since = net.now
+    while (fleet.overloaded | ~fleet.usable) & one.bit:
+        assert busy_second() == before + 1
+    assert 5.0 <= net.now - since <= 21.0 or what == "suspension"
+    node._check()

@@ -24,6 +24,7 @@ from prefixroute import (
     Request,
     UsageError,
 )
+from prefixroute.policy.pricing import by_price, priced_s
 from prefixroute.testing import PolicyContract, candidate, request
 
 SEEDS = range(200)
@@ -357,3 +358,28 @@ def test_what_the_delays_cost_is_no_part_of_the_first_tokens_time() -> None:
     assert own.cost_s == pytest.approx(own.overhead_s + own.prefill_s)
     choice = RentOrBuy().choose(request(1024), [own, busy("b/0", 0.0, rtt_s=0.01)], random.Random(1))
     assert choice.budget_s == pytest.approx(max(c.cost_s for c in choice.order))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_written_out_loop_prices_as_the_formula_does(seed: int) -> None:
+    rng = random.Random(seed)
+    field = [
+        candidate(f"n{i}/0", local=i == 0, depth=rng.randrange(60), wait_s=rng.random(), rtt_s=rng.random() / 100)
+        for i in range(6)
+    ]
+    field = [
+        c._replace(
+            queued=rng.randrange(5),
+            arrivals_per_s=rng.random(),
+            room_tokens=rng.choice((inf, 0.0, 300.0)),
+        )
+        for c in field
+    ]
+    origin = field[0]
+    limit_s = origin.cost_s + origin.delays_s
+
+    def key(c: Candidate) -> tuple[bool, float]:
+        far = not c.local and c.cost_s - c.wait_s + c.delays_s > limit_s
+        return (far, priced_s(c, (origin.queued + c.queued) / 2))
+
+    assert by_price(field, origin, rng.random) == sorted(field, key=key)
