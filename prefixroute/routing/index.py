@@ -254,7 +254,7 @@ class MergedIndex:
     # --- coarse endpoints ----------------------------------------------------------------------------------
 
     def _gallop_coarse(self, chain: TokenChain, holders: int, keep: int) -> list[Stratum]:
-        """Return the deepest strata of coarse endpoints that hold block 1: stride ends, bisected, then anchors."""
+        """Return the deepest strata of coarse endpoints that hold block 1: by stride ends, bisecting, then anchors."""
         masks = self._masks
         brackets: list[tuple[int, int, int, int]] = []
         lower = 0

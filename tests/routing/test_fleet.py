@@ -16,7 +16,7 @@ from prefixroute.replication.copies import Copy, Peer
 from prefixroute.replication.gossip_settings import GossipSettings
 from prefixroute.replication.limits import Limits
 from prefixroute.routing.fleet import SAMPLED, Fleet
-from prefixroute.routing.ledger import ARRIVALS_S, Send
+from prefixroute.routing.ledger import ARRIVALS_S, Queue, Send
 from prefixroute.routing.standing import BELIEF, DEFAULT_RTT_S, LocalStanding, PeerStanding, Standing
 
 SEEDS = range(12)
@@ -121,6 +121,27 @@ def test_what_was_sent_drains_as_a_queue() -> None:
     for ticket, at, wait in ((1, 1.0, 1.0), (2, 1.5, 1.5), (3, 1.5, 2.5), (4, 9.0, 1.0)):
         sent(remote, ticket, 1.0, at)
         assert remote.wait_s(at - half) == pytest.approx(wait)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_queue_is_what_was_told_and_what_was_sent_since_drained_at_rate_1(seed: int) -> None:
+    rng, queue, now, serial = random.Random(seed), Queue(), 0.0, 0
+    for _ in range(200):
+        now += rng.choice((0.0, 0.1, 1.0))
+        action = rng.random()
+        if action < 0.2:
+            queue.told(rng.choice((0.0, rng.random() * 5)), now)
+        elif action < 0.6:
+            serial += 1
+            queue.sent(serial, Send(now + 0.5, rng.random()))
+        elif action < 0.8 and serial:
+            queue.unsent(rng.randrange(serial + 2))
+        plain, at = queue.reported_s, queue.reported_at
+        for send in queue.sends.values():
+            if send.arrives_at > queue.reported_at:
+                plain, at = max(0.0, plain - max(0.0, send.arrives_at - at)) + send.work_s, max(at, send.arrives_at)
+        later = now + rng.random()
+        assert queue.left_s(later) == pytest.approx(max(0.0, plain - max(0.0, later - at)))
 
 
 def test_a_reply_counts_until_gossip_brings_a_later_word() -> None:

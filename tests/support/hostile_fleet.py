@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from prefixroute import POLICIES, Datagram, Node, Outcome
+from prefixroute.keys.chain import wire_key
 from prefixroute.replication.wire import Kind, Message, Stamp, Update, VectorEntry, decode, encode, encode_part
 from prefixroute.sim.serving.cells import CellSettings, trace_of
 from prefixroute.sim.serving.loop import Attempt, Gossiping, Job, ServingSettings
@@ -108,7 +109,7 @@ class Fleet(Gossiping):
     def all_keys(self) -> set[int]:
         """The wire keys of all prompts."""
         chains = {id(arrival.prompt): arrival.prompt.chain for arrival in self.trace.arrivals}.values()
-        return {chain.wire(depth) for chain in chains for depth in range(1, chain.depth + 1)}
+        return {wire_key(chain.key(depth)) for chain in chains for depth in range(1, chain.depth + 1)}
 
     def _strike(self, _: None, now: float) -> None:
         if self._attack is None:
