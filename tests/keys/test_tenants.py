@@ -25,7 +25,7 @@ from prefixroute import (
     UsageError,
 )
 from prefixroute.fairness import MAX_TENANTS, OTHER
-from prefixroute.keys.tenants import MAX_NAME_CHARS
+from prefixroute.keys.names import MAX_TENANT_CHARACTERS
 from prefixroute.metrics import render
 from prefixroute.testing import stored
 
@@ -98,8 +98,8 @@ def test_everybody_shares_only_where_that_is_said() -> None:
         (SECRET, {"a": ("",)}, "without a name"),
         (SECRET, {"": ("x",)}, "needs a name"),
         (SECRET, {EVERYBODY: ("x",)}, "no list"),
-        (SECRET, {"a" * (MAX_NAME_CHARS + 1): ("x",)}, "at most"),
-        (SECRET, {"a": ("x" * (MAX_NAME_CHARS + 1),)}, "at most"),
+        (SECRET, {"a" * (MAX_TENANT_CHARACTERS + 1): ("x",)}, "at most"),
+        (SECRET, {"a": ("x" * (MAX_TENANT_CHARACTERS + 1),)}, "at most"),
     ],
     ids=str,
 )
@@ -111,7 +111,7 @@ def test_groups_that_cannot_be_are_refused(domain: Domain, groups: Mapping[str, 
 @pytest.mark.parametrize("own", ["", "x"])
 def test_a_name_that_is_too_long_is_refused(own: str) -> None:
     with pytest.raises(UsageError, match="at most"):
-        Tenants(SECRET).namespace("a" * (MAX_NAME_CHARS + 1), salt=own)
+        Tenants(SECRET).namespace("a" * (MAX_TENANT_CHARACTERS + 1), salt=own)
 
 
 def test_words_that_no_encoder_takes_are_names_all_the_same() -> None:
