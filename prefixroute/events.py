@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TypeAlias
 
 from .errors import UsageError
@@ -271,6 +272,7 @@ class Journal:
         return Counter({flat_name(*key): n for key, n in self.counts.items()})
 
 
+@lru_cache(maxsize=1024)
 def flat_name(name: str, label: str | None) -> str:
     """Return the flat name of a count: "name", or "name_label"."""
     return name if label is None else f"{name}_{label}"
