@@ -329,8 +329,10 @@ def test_a_damaged_replica_is_noticed_without_a_change() -> None:
     copy.keys.replace(copy.keys.version, NO_KEYS)
     net.overlook("n1", "n0/0")
     assert net.settle(5) < 3.0
-    # Either its owner sees the other mark first and moves past it, or it sees its owner's and asks anew.
-    assert net.nodes["n1"].counters["checksum_mismatches"] + net.nodes["n0"].counters["refutations"] == 1
+    # Either its owner sees the other mark first and moves past it, or it sees its owner's and asks anew; or both, where
+    # their words cross.
+    assert net.nodes["n1"].counters["checksum_mismatches"] <= 1 and net.nodes["n0"].counters["refutations"] <= 1
+    assert net.nodes["n1"].counters["checksum_mismatches"] or net.nodes["n0"].counters["refutations"]
     assert np.array_equal(copy.keys.keys, copies(net.nodes["n0"])["n0/0"].keys.keys)
 
 
