@@ -13,8 +13,8 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from ..load import Advert, LoadReport
-from .assembly import Assembly
 from .limits import Limits
+from .transfer import Assembly
 from .wire import LAST_BEAT, MARK_MASK, LoadWire, VectorEntry, Want, load_from_wire, load_to_wire
 from .writer_set import OwnedSet, WriterSet
 

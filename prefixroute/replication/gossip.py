@@ -33,14 +33,13 @@ from ..keys.names import owner_of
 from .copies import Copy, Peer
 from .freshness import Freshness, Novelty
 from .gossip_settings import GossipSettings
-from .limits import BYTE_S, COPY_S, ENTRY_S, HELD_S, UPDATE_S, Limits
+from .limits import BYTE_S, COPY_S, ENTRY_S, HELD_S, UPDATE_S, Limits, Refusals
 from .members import Members
 from .outbox import Outbox
 from .peers import Peers
 from .receiving import Receiver
-from .refusals import Refusals
-from .sending import Debt, least_room, owed
 from .tempo import Tempo, Turns
+from .transfer import Debt, least_room, owed
 from .wire import Kind, Message, VectorEntry, decode, overhead_bytes, verify
 from .writer_set import OwnedSet
 

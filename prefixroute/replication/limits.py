@@ -1,4 +1,4 @@
-"""What others can make a node do and keep: rates, answers, keys and endpoints, each with its formula.
+"""What others can make a node do, keep and tell: rates, answers, keys, endpoints and refusals, each with its formula.
 
 A *round* is `interval_s` seconds, in which an honest node has one exchange with a peer and sends it two answers at
 most. So one peer honestly sends 2 x `burst_bytes` a round at most, in 2 + 2 x burst_bytes / datagram_bytes datagrams.
@@ -16,6 +16,9 @@ Each meter is a token bucket that holds what comes in four rounds, or in a secon
 Rules:
 1. What is beyond a limit is dropped as a busy network would drop it: gossip heals loss.
 2. Only an address that a tag has proved gets a meter of its own, so nobody without the secret can push others out.
+3. Refusals are counted all, and told `TOLD_AT_ONCE` one by one, then one a second, however many there are.
+4. A peer of another domain is told of by the field that differs, once in `MISMATCH_TOLD_S` for each source and field:
+   a mismatch would otherwise be a cache that silently never hits.
 """
 
 from __future__ import annotations
@@ -26,8 +29,11 @@ from math import inf
 
 from cachetools import LRUCache
 
+from ..events import DatagramRejected, DomainMismatch, Journal
+from ..keys.domain import Domain
 from ..keys.names import owner_of
 from .gossip_settings import GossipSettings
+from .wire import Message
 
 MAX_SOURCES = 4096
 """Addresses with a meter of their own; those that were quiet for longest share one again."""
@@ -41,6 +47,16 @@ WORK_AT_ONCE_S = 5.0
 ENTRY_S, COPY_S, UPDATE_S, BYTE_S, HELD_S = 3e-6, 6e-7, 3e-5, 1.2e-7, 2e-9
 """Estimated seconds for an entry, an endpoint that it is compared with, an update, a byte of its keys, and a key of the
 set that it changes: measured, and rounded up. No clock is read here, so that the same calls do the same."""
+
+
+TOLD_AT_ONCE = 64
+"""Refusals that are told one by one; from then on one a second."""
+
+MISMATCH_TOLD_S = 60.0
+"""The same mismatch of one source is told once in so long."""
+
+MAX_MISMATCHES = 256
+"""Mismatches (source, field) that are remembered."""
 
 
 class Bucket:
@@ -164,6 +180,42 @@ class Holdings:
         """Assert that these are the keys that are kept."""
         assert self._keys == {endpoint: n for endpoint, n in expected.items() if n}
         assert self.total == sum(expected.values()) == sum(self._of_owner.values())
+
+
+class Refusals:
+    """Counts and tells the refusals of one node. O(1) a call."""
+
+    def __init__(self, domain: Domain, journal: Journal) -> None:
+        self._domain = domain
+        self._journal = journal
+        self._pace = Bucket(1.0, TOLD_AT_ONCE)
+        self._mismatches: LRUCache[tuple[Hashable, str], float] = LRUCache(MAX_MISMATCHES)
+        """When each was last told."""
+
+    def refuse(self, source: object, kind: str, reason: str, now: float) -> None:
+        """Count that something from `source`, an address or an endpoint, is of no use."""
+        self._journal.count("rejected", kind)
+        if self._pace.take(1, now):
+            self._journal.tell(DatagramRejected(source, kind, reason))
+
+    def foreign(self, source: Hashable, message: Message, now: float) -> None:
+        """Count a datagram of another domain, and tell which fields differ; just that, if its fields are not known."""
+        self._journal.count("rejected", "domain")
+        theirs = message.domain or {}
+        if not theirs:
+            self._mismatch(source, message, "fingerprint", self._domain.fingerprint.hex(), "unknown", now)
+            return
+        for field, ours in self._domain.fields().items():
+            other = theirs.get(field)
+            if other is not None and other != ours:
+                self._mismatch(source, message, field, ours, other, now)
+
+    def _mismatch(self, source: Hashable, message: Message, field: str, ours: str, theirs: str, now: float) -> None:
+        told = self._mismatches.get((source, field))
+        if told is None or now - told > MISMATCH_TOLD_S:
+            self._mismatches[source, field] = now
+            self._journal.count("domain_mismatch", field)
+            self._journal.tell(DomainMismatch(source, message.sender, field, ours, theirs))
 
 
 def honest_bytes_per_s(settings: GossipSettings) -> float:

@@ -22,7 +22,7 @@ from ..keys.domain import Domain
 from .copies import Peer
 from .freshness import Freshness
 from .gossip_settings import GossipSettings
-from .sending import Debt, cut, fits_whole
+from .transfer import Debt, cut, fits_whole
 from .wire import Kind, Message, VectorEntry, encode, encode_part, overhead_bytes
 
 

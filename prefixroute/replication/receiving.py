@@ -1,5 +1,9 @@
 """Updates arrive: judged by the acceptance table, decoded, put together, applied, and verified.
 
+An endpoint's set is written by its owner only, so the pair (incarnation, version) orders all its states. The pair of a
+copy only grows, in lexicographic order. So every loss, repetition, reordering and restart is one question: does this
+change apply to the pair that the copy has? `TABLE` answers it, and the result is the same for every order of arrival.
+
 Rules:
 1. No update is decoded before the table says that it applies, and no more than `max_keys` are kept of an endpoint.
 2. A copy after a change has the checksum that its owner stated, or it is discarded.
@@ -8,17 +12,18 @@ Rules:
 
 from __future__ import annotations
 
+from enum import Enum
+
 from ..errors import DecodeError
 from ..events import Journal, ReplicaChanged
 from ..keys.keyset import NO_KEYS, KeyDelta, Keys
 from ..keys.rice import COUNT_BYTES
-from .acceptance import Verdict, judge
-from .assembly import Arrival, Assembly, decode_keys
 from .copies import Copy
 from .gossip_settings import GossipSettings
+from .limits import Refusals
 from .members import Members
-from .refusals import Refusals
 from .tempo import Tempo
+from .transfer import Arrival, Assembly, decode_keys
 from .wire import KEY_LIMIT, Update
 from .writer_set import Change
 
@@ -27,6 +32,71 @@ DENSE_KEYS = 256
 
 STALLED_S = 1.0
 """A transfer without a new part for so long gives way to another one."""
+
+
+class Order(Enum):
+    """How the arriving incarnation compares with the copy's."""
+
+    NOTHING = "nothing"
+    OLDER = "older"
+    SAME = "same"
+    NEWER = "newer"
+
+
+class Reach(Enum):
+    """How the versions of a change, from and to, compare with the copy's version v."""
+
+    PAST = "past"  # to <= v
+    NEXT = "next"  # from = v
+    OVERLAP = "overlap"  # from < v < to
+    AHEAD = "ahead"  # from > v
+
+
+class Verdict(Enum):
+    """What becomes of a change. All of them are normal; those that are not applied are only counted."""
+
+    DROP = "drop"
+    DUPLICATE = "duplicate"
+    APPLY = "apply"
+    REPLACE = "replace"
+    WANT_DELTA = "want delta"
+    WANT_SNAPSHOT = "want snapshot"
+
+
+_ROWS = (
+    # The incarnation, the reach, and what becomes of a snapshot and of a delta.
+    (Order.NOTHING, None, Verdict.REPLACE, Verdict.WANT_SNAPSHOT),
+    (Order.OLDER, None, Verdict.DROP, Verdict.DROP),
+    (Order.NEWER, None, Verdict.REPLACE, Verdict.WANT_SNAPSHOT),
+    (Order.SAME, Reach.PAST, Verdict.DUPLICATE, Verdict.DUPLICATE),
+    (Order.SAME, Reach.NEXT, Verdict.REPLACE, Verdict.APPLY),
+    (Order.SAME, Reach.OVERLAP, Verdict.REPLACE, Verdict.WANT_DELTA),
+    (Order.SAME, Reach.AHEAD, Verdict.REPLACE, Verdict.WANT_DELTA),
+)
+
+TABLE: dict[tuple[Order, Reach | None, bool], Verdict] = {
+    (order, reach, snapshot): verdict
+    for order, reach, of_snapshot, of_delta in _ROWS
+    for snapshot, verdict in ((True, of_snapshot), (False, of_delta))
+}
+"""The acceptance table by (incarnation, reach, whether it is a snapshot); docs/wire.md shows it, too."""
+
+
+def judge(held: tuple[int, int], incarnation: int, since: int, version: int) -> Verdict:
+    """Look a change up in the table. `held` is (incarnation, version), (0, 0) for nothing; `since` 0 is a snapshot."""
+    held_incarnation, held_version = held
+    snapshot = since == 0
+    if held_incarnation == 0:
+        return TABLE[Order.NOTHING, None, snapshot]
+    if incarnation != held_incarnation:
+        return TABLE[Order.OLDER if incarnation < held_incarnation else Order.NEWER, None, snapshot]
+    if version <= held_version:
+        reach = Reach.PAST
+    elif since == held_version:
+        reach = Reach.NEXT
+    else:
+        reach = Reach.OVERLAP if since < held_version else Reach.AHEAD
+    return TABLE[Order.SAME, reach, snapshot]
 
 
 class Receiver:
@@ -125,7 +195,7 @@ class Receiver:
         change = arrival.change
         step = change.delta
         if verdict is Verdict.REPLACE:
-            step = arrival.step_from(before)
+            step = arrival.step if arrival.step is not None else KeyDelta.between(before, step.added)
         elif not keys.fits(step):
             self._members.discard(copy, now)
             return

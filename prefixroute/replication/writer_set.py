@@ -2,7 +2,7 @@
 
 Each version differs from the one before it by a `Change`. A set keeps its last changes in a log, so that it can make
 the net change between any two versions that the log reaches, for receivers at any of them. Which change applies to
-which copy is decided by the table in `acceptance`.
+which copy is decided by the table in `receiving`.
 """
 
 from __future__ import annotations

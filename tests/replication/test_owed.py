@@ -12,8 +12,7 @@ from transfers import LIFE, Case, debt_of, decoded, delta_of, keys, offered, par
 
 from prefixroute.keys.keyset import NO_KEYS, Delta, KeyDelta
 from prefixroute.keys.rice import encoded_bytes
-from prefixroute.replication.assembly import Assembly
-from prefixroute.replication.sending import EVERYTHING, MAX_STEPS, SKIPPED_S, Owed, cut, owed, size_bytes
+from prefixroute.replication.transfer import EVERYTHING, MAX_STEPS, SKIPPED_S, Assembly, Owed, cut, owed, size_bytes
 from prefixroute.replication.wire import KEY_LIMIT, VectorEntry, Want
 from prefixroute.replication.writer_set import LOG_BYTES, Change, OwnedSet, WriterSet
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from prefixroute.replication import assembly, copies, gossip, members, outbox, receiving, tempo, writer_set
-from prefixroute.replication.acceptance import TABLE, Order, Reach, Verdict
+from prefixroute.replication import copies, gossip, members, outbox, receiving, tempo, transfer, writer_set
+from prefixroute.replication.receiving import TABLE, Order, Reach, Verdict
 from prefixroute.sim.replication.schedule import Schedule, generate, parse, play
 
 SCHEDULES, STEPS = 100, 50
@@ -185,7 +185,7 @@ MUTATIONS = [
     Mutation("bursts are too long", [(gossip.Gossip, "__init__", with_more_burst)], {"budget"}, {"store": 60}),
     Mutation("hearsay is news, and the forgotten come back", NO_MEMORY + NO_AGES, {"quiet"}),
     Mutation("a version is used twice", [(writer_set.OwnedSet, "publish", publish_in_place)], {"monotonic"}),
-    Mutation("a transfer ends early", [(assembly.Assembly, "missing", lambda *arguments: [])], {"checksum", "quiet"}),
+    Mutation("a transfer ends early", [(transfer.Assembly, "missing", lambda *arguments: [])], {"checksum", "quiet"}),
     Mutation("a timer stands still", [(tempo.Tempo, "went", stand_still)], {"timer"}),
     Mutation("an update raises", [(receiving, "decode_keys", raise_something)], {"exception"}),
 ]
