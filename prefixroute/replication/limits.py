@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 from math import inf
+from typing import Literal
 
 from cachetools import LRUCache
 
@@ -68,17 +69,21 @@ class Bucket:
         self.rate = rate
         self.most = most
         self._left = most
-        self._at: float | None = None
+        self._at = -inf
 
     def take(self, amount: float, now: float) -> bool:
         """Take `amount` at `now`, seconds of any clock; False, and nothing is taken, when there is not as much left."""
-        if self._at is not None and now > self._at:
+        if now > self._at:
             self._left = min(self.most, self._left + (now - self._at) * self.rate)
-        self._at = now if self._at is None else max(now, self._at)
+            self._at = now
         if amount > self._left:
             return False
         self._left -= amount
         return True
+
+
+def _bucket(rate: float, settings: GossipSettings) -> Bucket:
+    return Bucket(rate, rate * max(1.0, HELD_ROUNDS * settings.interval_s))
 
 
 class Meter:
@@ -87,10 +92,8 @@ class Meter:
     __slots__ = ("_bytes", "_datagrams")
 
     def __init__(self, settings: GossipSettings, times: float) -> None:
-        held_s = max(1.0, HELD_ROUNDS * settings.interval_s)
-        of_datagrams, of_bytes = times * honest_datagrams_per_s(settings), times * honest_bytes_per_s(settings)
-        self._datagrams = Bucket(of_datagrams, held_s * of_datagrams)
-        self._bytes = Bucket(of_bytes, held_s * of_bytes)
+        self._datagrams = _bucket(times * honest_datagrams_per_s(settings), settings)
+        self._bytes = _bucket(times * honest_bytes_per_s(settings), settings)
 
     def take(self, size: int, now: float) -> bool:
         """Let a datagram of `size` bytes through, or not."""
@@ -102,7 +105,6 @@ class Limits:
 
     def __init__(self, settings: GossipSettings) -> None:
         self._settings = settings
-        self._excess = settings.excess
         self._off = settings.excess == inf
         self._sources: LRUCache[Hashable, Meter] = LRUCache(MAX_SOURCES)
         self._unproved = Meter(settings, settings.excess)
@@ -118,16 +120,15 @@ class Limits:
     def proved(self, source: Hashable) -> None:
         """Note that a good datagram came from `source`, or that it is a peer's address: it has a meter of its own."""
         if source not in self._sources and not self._off:
-            self._sources[source] = Meter(self._settings, self._excess * self._settings.fan_out)
+            self._sources[source] = Meter(self._settings, self._settings.excess * self._settings.fan_out)
 
     def of_peer(self) -> Meter:
         """Return a meter for what one peer sends."""
-        return Meter(self._settings, self._excess)
+        return Meter(self._settings, self._settings.excess)
 
     def of_answers(self) -> Bucket:
         """Return a bucket for the answers that one peer gets."""
-        rate = 2 * self._excess / self._settings.interval_s
-        return Bucket(rate, rate * max(1.0, HELD_ROUNDS * self._settings.interval_s))
+        return _bucket(2 * self._settings.excess / self._settings.interval_s, self._settings)
 
     def of_work(self) -> Bucket:
         """Return a bucket for the seconds of work that one peer may cause."""
@@ -192,23 +193,23 @@ class Refusals:
         self._mismatches: LRUCache[tuple[Hashable, str], float] = LRUCache(MAX_MISMATCHES)
         """When each was last told."""
 
-    def refuse(self, source: object, kind: str, reason: str, now: float) -> None:
-        """Count that something from `source`, an address or an endpoint, is of no use."""
+    def refuse(self, source: object, kind: str, reason: str, now: float) -> Literal[False]:
+        """Count that something from `source`, an address or an endpoint, is of no use; return False."""
         self._journal.count("rejected", kind)
         if self._pace.take(1, now):
             self._journal.tell(DatagramRejected(source, kind, reason))
+        return False
 
-    def foreign(self, source: Hashable, message: Message, now: float) -> None:
-        """Count a datagram of another domain, and tell which fields differ; just that, if its fields are not known."""
+    def foreign(self, source: Hashable, message: Message, now: float) -> Literal[False]:
+        """Count a datagram of another domain, and tell which fields differ, as far as they are known; return False."""
         self._journal.count("rejected", "domain")
         theirs = message.domain or {}
         if not theirs:
             self._mismatch(source, message, "fingerprint", self._domain.fingerprint.hex(), "unknown", now)
-            return
         for field, ours in self._domain.fields().items():
-            other = theirs.get(field)
-            if other is not None and other != ours:
-                self._mismatch(source, message, field, ours, other, now)
+            if theirs.get(field, ours) != ours:
+                self._mismatch(source, message, field, ours, theirs[field], now)
+        return False
 
     def _mismatch(self, source: Hashable, message: Message, field: str, ours: str, theirs: str, now: float) -> None:
         told = self._mismatches.get((source, field))

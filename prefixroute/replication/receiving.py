@@ -22,7 +22,7 @@ from .copies import Copy
 from .gossip_settings import GossipSettings
 from .limits import Refusals
 from .members import Members
-from .tempo import Tempo
+from .peers import Tempo
 from .transfer import Arrival, Assembly, decode_keys
 from .wire import KEY_LIMIT, Update
 from .writer_set import Change
@@ -59,8 +59,8 @@ class Verdict(Enum):
     DUPLICATE = "duplicate"
     APPLY = "apply"
     REPLACE = "replace"
-    WANT_DELTA = "want delta"
-    WANT_SNAPSHOT = "want snapshot"
+    WANT_DELTA = "want_delta"
+    WANT_SNAPSHOT = "want_snapshot"
 
 
 _ROWS = (
@@ -124,7 +124,7 @@ class Receiver:
         if not self._members.believes(update.endpoint, update.incarnation, teller):
             return
         verdict = judge(copy.held, update.incarnation, update.since, update.version)
-        self._journal.count("updates", _LABELS[verdict])
+        self._journal.count("updates", verdict.value)
         if verdict not in (Verdict.APPLY, Verdict.REPLACE):
             return
         if self._too_dense(update):
@@ -174,26 +174,20 @@ class Receiver:
         arrival = a.offer(update.lower, update.upper or KEY_LIMIT, delta, now, copy.keys.keys)
         if arrival is not None:
             copy.assembly = None
-        elif a.size > 2 * self._max_keys or not self._members.has_room(copy, len(copy.keys) + a.size):
+        elif a.size > 2 * self._max_keys or not self._members.holdings.fits(copy.endpoint, len(copy.keys) + a.size):
             copy.assembly = None
             self._refuse_size(update, now)
         return arrival
 
     def _complete(self, copy: Copy, update: Update, arrival: Arrival, verdict: Verdict, base: Keys, now: float) -> None:
-        """Apply a change that has arrived whole, if there is room for the set that it leads to."""
-        delta = arrival.change.delta
-        n = len(base) + len(delta.added) - len(delta.removed)
-        if n > self._max_keys or not self._members.has_room(copy, n):
+        """Bring a copy to the version of a change that has arrived whole, if there is room for it, and verify it."""
+        change, step = arrival.change, arrival.change.delta
+        n = len(base) + len(step.added) - len(step.removed)
+        if n > self._max_keys or not self._members.holdings.fits(copy.endpoint, n):
             self._refuse_size(update, now)
             return
         self._members.placed(copy, update, now)
-        self._apply(copy, update.incarnation, arrival, verdict, now)
-
-    def _apply(self, copy: Copy, incarnation: int, arrival: Arrival, verdict: Verdict, now: float) -> None:
-        """Bring a copy to the version of a change, and verify it."""
-        keys, before = copy.keys, copy.keys.keys
-        change = arrival.change
-        step = change.delta
+        keys, before, incarnation = copy.keys, copy.keys.keys, update.incarnation
         if verdict is Verdict.REPLACE:
             step = arrival.step if arrival.step is not None else KeyDelta.between(before, step.added)
         elif not keys.fits(step):
@@ -217,12 +211,8 @@ class Receiver:
             keys.replace(keys.version, before)
             self._members.discard(copy, now)
             return
-        self._members.updated(copy, step)
+        self._members.on_update(copy.endpoint, *step)
 
     def _refuse_size(self, update: Update, now: float) -> None:
         reason = f"more than {self._max_keys} keys of one endpoint, or more than its owner or all may have"
         self._refusals.refuse(update.endpoint, "too_many_keys", reason, now)
-
-
-_LABELS = {verdict: verdict.value.replace(" ", "_") for verdict in Verdict}
-"""Labels of the count of updates, by what became of them."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Iterator
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -45,7 +45,9 @@ SKIPPED_S = 1.0
 PART_KEYS = 48
 """A part's arrays take as much as so many keys."""
 
-EVERYTHING = ((0, KEY_LIMIT),)
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+
+EVERYTHING: Ranges = ((0, KEY_LIMIT),)
 
 
 class Debt(NamedTuple):
@@ -57,21 +59,14 @@ class Debt(NamedTuple):
     endpoint: str
     incarnation: int
     change: Change
-    ranges: tuple[tuple[int, int], ...] = EVERYTHING
+    ranges: Ranges = EVERYTHING
     url: str = ""
     contact: str = ""
     lag: int = 0
     zone: str = ""
 
 
-class Owed(NamedTuple):
-    """A change that brings a receiver up to date, and the ranges of it that are owed."""
-
-    change: Change
-    ranges: tuple[tuple[int, int], ...] = EVERYTHING
-
-
-def owed(keys: WriterSet, incarnation: int, entry: VectorEntry, now: float) -> list[Owed]:
+def owed(keys: WriterSet, incarnation: int, entry: VectorEntry, now: float) -> list[tuple[Change, Ranges]]:
     """Return what brings the sender of `entry` up to date, in order; nothing when other nodes can do it better.
 
     1. The rest of a transfer that it has begun, if this node can still make the same change.
@@ -87,18 +82,18 @@ def owed(keys: WriterSet, incarnation: int, entry: VectorEntry, now: float) -> l
     if want is not None and want.incarnation == incarnation:
         begun = keys.snapshot_at(want.version) if want.since == 0 else keys.change(want.since, want.version)
         if begun is not None:
-            return [Owed(begun, tuple(want.missing))]
+            return [(begun, tuple(want.missing))]
     if same_incarnation and entry.version > FIRST:
         whole = encoded_bytes(KEY_LIMIT, len(keys))
         steps = keys.successive(entry.version, MAX_STEPS)
         if steps and sum(size_bytes(step) for step in steps) <= whole:
-            return [Owed(step) for step in steps]
+            return [(step, EVERYTHING) for step in steps]
         delta = keys.change(entry.version, keys.version)
         if delta is not None and size_bytes(delta) <= whole:
-            return [Owed(delta)]
+            return [(delta, EVERYTHING)]
         if delta is None and now - keys.skipped(entry.version) < SKIPPED_S:
             return []
-    return [Owed(keys.snapshot(entry.version if same_incarnation else 0))]
+    return [(keys.snapshot(entry.version if same_incarnation else 0), EVERYTHING)]
 
 
 def size_bytes(change: Change) -> int:

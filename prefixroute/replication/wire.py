@@ -9,19 +9,18 @@ Rules:
    of the body is read.
 2. Every length is bounded by the datagram's own length and by the limits below before anything is allocated.
 3. Any bytes give a value or `DecodeError`; nothing else.
-4. Wire keys travel sorted and Rice-coded, removed ones by rank, cut by key range into parts that fit the budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from enum import IntEnum
 from hashlib import blake2b
 from hmac import compare_digest
 from math import inf
 from operator import attrgetter, itemgetter
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -59,6 +58,10 @@ U64 = int
 U16 = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 Stride = Annotated[int, msgspec.Meta(ge=1, le=STRIDE)]
 Percent = Annotated[int, msgspec.Meta(ge=0, le=100)]
+
+
+Parts: TypeAlias = Sequence[bytes]
+"""Entries or updates that `encode_part` has encoded."""
 
 
 class Kind(IntEnum):
@@ -282,35 +285,26 @@ def encode(
     fingerprint: bytes,
     secret: bytes,
     head: Message,
-    vector: list[bytes] | None = None,
-    updates: list[bytes] | None = None,
+    vector: Parts = (),
+    updates: Parts = (),
     stamp: Stamp | None = None,
 ) -> bytes:
     """Encode a datagram from `head` and parts that were encoded by `encode_part`; a node stamps each of its own."""
-    fields: list[Any] = [head.sender, head.nonce, head.echo, head.complete, head.domain]
-    fields.append([msgspec.Raw(part) for part in vector or ()])
-    fields.append([msgspec.Raw(part) for part in updates or ()])
-    if head.contact or stamp is not None:
-        fields += [head.contact, *(stamp or ())]
-    body = _encoder.encode(fields)
-    front = MAGIC + bytes([kind]) + fingerprint
+    front, body = MAGIC + bytes([kind]) + fingerprint, _body(head, vector, updates, stamp)
     return front + _tag(secret, front, body) + body
 
 
 def overhead_bytes(head: Message) -> int:
     """Upper bound of what a datagram costs beside its parts."""
-    bare: list[Any] = [
-        head.sender,
-        head.nonce,
-        head.echo,
-        head.complete,
-        head.domain,
-        [],
-        [],
-        head.contact,
-        *_LONGEST_STAMP,
-    ]
-    return HEADER_BYTES + len(_encoder.encode(bare)) + 8
+    return HEADER_BYTES + len(_body(head, (), (), _LONGEST_STAMP)) + 8
+
+
+def _body(head: Message, vector: Parts, updates: Parts, stamp: Stamp | None) -> bytes:
+    fields: list[Any] = [head.sender, head.nonce, head.echo, head.complete, head.domain]
+    fields += [[msgspec.Raw(part) for part in vector], [msgspec.Raw(part) for part in updates]]
+    if head.contact or stamp is not None:
+        fields += [head.contact, *(stamp or ())]
+    return _encoder.encode(fields)
 
 
 def verify(data: bytes, *secrets: bytes) -> int:

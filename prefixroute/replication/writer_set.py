@@ -83,18 +83,6 @@ class WriterSet:
     an older state is frozen for a transfer, and `LOG_BYTES` for the log.
     """
 
-    __slots__ = (
-        "_begun_at",
-        "_changes",
-        "_checksum",
-        "_frozen",
-        "_log",
-        "_log_bytes",
-        "anchor_stride",
-        "keys",
-        "version",
-    )
-
     def __init__(self) -> None:
         self.keys: Keys = NO_KEYS
         self.version = 0
@@ -109,11 +97,6 @@ class WriterSet:
 
     def __len__(self) -> int:
         return len(self.keys)
-
-    def tolist(self) -> list[int]:
-        """Return the keys as Python ints."""
-        keys: list[int] = self.keys.tolist()
-        return keys
 
     @property
     def checksum(self) -> int:
@@ -205,14 +188,10 @@ class WriterSet:
         steps = self._steps(since, until)
         if not steps:
             return None
-        keys, later = self.keys, self._steps(since, self.version)
-
-        def base() -> Base:
-            return Base(keys, _net(later))
-
-        first, last = steps[0], steps[-1]
+        keys, later, last = self.keys, self._steps(since, self.version), steps[-1]
         codes = last.codes if len(steps) == 1 else []
-        return Change(since, until, _net(steps), last.checksum, last.anchor_stride, first.n_base, base, codes)
+        stated = (last.checksum, last.anchor_stride, steps[0].n_base)
+        return Change(since, until, _net(steps), *stated, lambda: Base(keys, _net(later)), codes)
 
     def _steps(self, since: int, until: int) -> list[Change]:
         """The steps of the log that lead from one version to another; none if the log does not hold them all."""
@@ -270,8 +249,6 @@ class WriterSet:
 
 class OwnedSet(WriterSet):
     """The owner's side: changes gather until they are published as the next version."""
-
-    __slots__ = ("_folded", "_pending", "_published_at", "stride")
 
     def __init__(self) -> None:
         super().__init__()

@@ -169,11 +169,11 @@ def test_a_snapshot_that_another_holder_began_is_made_again_from_the_log(version
     rng = random.Random(version)
     held, states = grown(1, 100), dict[int, tuple[list[int], int, int]]()
     for at in range(2, 10):
-        gone = rng.sample(held.tolist(), 7)
+        gone = rng.sample(held.keys.tolist(), 7)
         held.advance(
             at, KeyDelta(keys(*sorted(rng.sample(range(10**6, 10**7), 5))), keys(*sorted(gone))), 2 ** (at % 3)
         )
-        states[at] = (held.tolist(), held.checksum, held.anchor_stride)
+        states[at] = (held.keys.tolist(), held.checksum, held.anchor_stride)
     change, ranges = due(held, LIFE, entry(0, want=Want(LIFE, 0, version, [(44, KEY_LIMIT)])))
     assert (change.since, change.version, ranges) == (0, version, ((44, KEY_LIMIT),))
     assert (change.delta.added.tolist(), change.checksum, change.anchor_stride) == states[version]
@@ -200,7 +200,7 @@ def test_the_anchor_stride_travels_with_delta_and_snapshot(since: int) -> None:
     held.advance(5, KeyDelta(keys(9000), keys(3)), 4)
     change, _ = due(held, LIFE, entry(since)) if not since else Owed(held.change(since, 5) or held.snapshot())
     assert (change.since, change.anchor_stride) == (since, 4)
-    case = Case(change, set(range(600)) if since else set(), set(held.tolist()))
+    case = Case(change, set(range(600)) if since else set(), set(held.keys.tolist()))
     parts = parts_of(case, [300])
     assert [part.anchor_stride for part in parts] == [4] * len(parts)
     assembly = Assembly(parts[0], 0.0)
