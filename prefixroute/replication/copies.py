@@ -101,7 +101,7 @@ class Peer:
     work: Bucket = field(init=False)
 
     def __post_init__(self, limits: Limits) -> None:
-        self.meter, self.answers, self.work = limits.of_peer(), limits.of_answers(), limits.of_work()
+        self.meter, self.answers, self.work = limits.of_peer()
 
     def asked(self, nonce: int, now: float) -> None:
         """Note a question, so that its answer is timed."""
@@ -206,16 +206,8 @@ class Copy:
         """Return what a vector says of this copy."""
         a = self.assembly
         want = Want(a.incarnation, a.since, a.version, a.missing()) if a is not None else None
-        return VectorEntry(
-            self.endpoint,
-            *self.beat,
-            self.keys.version,
-            self.mark,
-            _age_ms(self.age_s(now)),
-            self.revision,
-            self.load_wire if with_load else None,
-            want,
-        )
+        load, age_ms = self.load_wire if with_load else None, _age_ms(self.age_s(now))
+        return VectorEntry(self.endpoint, *self.beat, self.keys.version, self.mark, age_ms, self.revision, load, want)
 
 
 def _age_ms(age_s: float) -> int:

@@ -22,7 +22,7 @@ Rules:
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from itertools import chain
 
 from ..errors import DecodeError, UsageError
@@ -92,7 +92,8 @@ class Gossip:
             return refuse(source, error.kind, str(error), now)
         if envelope.signed:
             self._journal.count("datagrams_signed_otherwise")
-        self._wake(now)
+        if self.tempo.wakes(now):
+            self._journal.count("pauses")
         # 2. It is of this domain, and from another node that is a peer, or may become one, and may still send.
         kind, message = envelope.kind, envelope.message
         peer = self.peers.get(message.sender)
@@ -175,7 +176,11 @@ class Gossip:
             loaded = (entry.incarnation, entry.revision)
             lacks_keys, lacks_load = copy.keys.version and copy.held > held, copy.loaded > loaded
             if lacks_keys and not copy.suspected and owner_of(copy.endpoint) != peer.node:
-                debts += _debts(copy, entry, now)
+                lag = copy.keys.version - (entry.version if entry.incarnation == copy.incarnation else 0)
+                debts += (
+                    Debt(copy.endpoint, copy.incarnation, *due, copy.url, copy.contact, lag, copy.zone)
+                    for due in owed(copy.keys, copy.incarnation, entry, now)
+                )
             either_is_ahead = lacks_keys or copy.beat > heard or held > copy.held or loaded > copy.loaded
             if lacks_load or (kind is Kind.SYN and either_is_ahead):
                 news.append(copy.entry(now, lacks_load))
@@ -206,15 +211,14 @@ class Gossip:
             self._refusals.refuse(source, "namesake", reason, now)
         return False
 
-    # --- what the node calls -------------------------------------------------------------------------------
-
     def exchange(self, now: float) -> bool:
         """Begin the exchange that is due: publish, and send a SYN to one peer; each round beat and sweep as well.
 
         Return whether a round began. O(endpoints).
         """
         members = self.members
-        self._wake(now)
+        if self.tempo.wakes(now):
+            self._journal.count("pauses")
         beats = self.tempo.beats(now)
         if beats:
             members.sweep(now)
@@ -263,17 +267,6 @@ class Gossip:
         """Authenticate datagrams with these secrets from now on: the first signs, each is good."""
         self._secrets, self.outbox.secret = secrets, secrets[0]
 
-    def _wake(self, now: float) -> None:
-        if self.tempo.wakes(now):
-            self._journal.count("pauses")
-
     def _count_received(self, data: bytes) -> None:
         self._journal.count("datagrams_received")
         self._journal.count("bytes_received", n=len(data))
-
-
-def _debts(copy: Copy, entry: VectorEntry, now: float) -> Iterator[Debt]:
-    """What the sender of `entry` is owed of a copy that is ahead of it."""
-    lag = copy.keys.version - (entry.version if entry.incarnation == copy.incarnation else 0)
-    for change, ranges in owed(copy.keys, copy.incarnation, entry, now):
-        yield Debt(copy.endpoint, copy.incarnation, change, ranges, copy.url, copy.contact, lag, copy.zone)

@@ -49,13 +49,8 @@ ENTRY_S, COPY_S, UPDATE_S, BYTE_S, HELD_S = 3e-6, 6e-7, 3e-5, 1.2e-7, 2e-9
 """Estimated seconds for an entry, an endpoint that it is compared with, an update, a byte of its keys, and a key of the
 set that it changes: measured, and rounded up. No clock is read here, so that the same calls do the same."""
 
-
 TOLD_AT_ONCE = 64
-"""Refusals that are told one by one; from then on one a second."""
-
 MISMATCH_TOLD_S = 60.0
-"""The same mismatch of one source is told once in so long."""
-
 MAX_MISMATCHES = 256
 """Mismatches (source, field) that are remembered."""
 
@@ -86,6 +81,10 @@ def _bucket(rate: float, settings: GossipSettings) -> Bucket:
     return Bucket(rate, rate * max(1.0, HELD_ROUNDS * settings.interval_s))
 
 
+def _answers(settings: GossipSettings) -> Bucket:
+    return _bucket(2 * settings.excess / settings.interval_s, settings)
+
+
 class Meter:
     """Datagrams and bytes of one sender; what has no room in either is refused."""
 
@@ -108,7 +107,7 @@ class Limits:
         self._off = settings.excess == inf
         self._sources: LRUCache[Hashable, Meter] = LRUCache(MAX_SOURCES)
         self._unproved = Meter(settings, settings.excess)
-        self.challenges = self.of_answers()
+        self.challenges = _answers(settings)
         """One bucket for the challenges to all nodes that are no peers yet."""
 
     def admits(self, source: Hashable, size: int, now: float) -> bool:
@@ -122,17 +121,10 @@ class Limits:
         if source not in self._sources and not self._off:
             self._sources[source] = Meter(self._settings, self._settings.excess * self._settings.fan_out)
 
-    def of_peer(self) -> Meter:
-        """Return a meter for what one peer sends."""
-        return Meter(self._settings, self._settings.excess)
-
-    def of_answers(self) -> Bucket:
-        """Return a bucket for the answers that one peer gets."""
-        return _bucket(2 * self._settings.excess / self._settings.interval_s, self._settings)
-
-    def of_work(self) -> Bucket:
-        """Return a bucket for the seconds of work that one peer may cause."""
-        return Bucket(self._settings.peer_work, WORK_AT_ONCE_S)
+    def of_peer(self) -> tuple[Meter, Bucket, Bucket]:
+        """Return a peer's meters: of what it sends, of the answers that it gets, of the seconds of work for it."""
+        settings = self._settings
+        return Meter(settings, settings.excess), _answers(settings), Bucket(settings.peer_work, WORK_AT_ONCE_S)
 
 
 class Holdings:
@@ -164,10 +156,6 @@ class Holdings:
         self._of_owner[owner] += more
         if not self._of_owner[owner]:
             del self._of_owner[owner]
-
-    def met(self, endpoint: str) -> None:
-        """Note one more endpoint."""
-        self.endpoints[owner_of(endpoint)] += 1
 
     def lost(self, endpoint: str) -> None:
         """Note that an endpoint is not kept any more."""

@@ -7,7 +7,6 @@ Rules:
    of the present one that it has not spoken, or another set under its own pair.
 3. An endpoint that leaves speaks a last word, above every heartbeat. The word is passed on until the endpoint would
    have been forgotten.
-4. What others can make a node keep is bounded: endpoints, keys, memories of the forgotten.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ MAX_HEARSAY = 2**62
 
 MAX_MEMORIES = 4096
 """Endpoints that are remembered after they were forgotten."""
-
 
 OnUpdate: TypeAlias = Callable[[str, Keys, Keys], None]
 """Takes every change of a replica's keys: endpoint, added, removed."""
@@ -191,10 +189,6 @@ class Members:
             return None
         return VectorEntry(entry.endpoint, *gone, age_ms=2**32 - 1)
 
-    def weigh(self, copy: Copy) -> None:
-        """Count what is kept of a copy now, its transfer under way included."""
-        self.holdings.note(copy.endpoint, len(copy.keys) + (copy.assembly.size if copy.assembly is not None else 0))
-
     def placed(self, copy: Copy, update: Update, now: float) -> None:
         """Take the addresses and the zone that a whole update tells; its owner may become a peer."""
         copy.url, copy.contact = update.url or copy.url, update.contact or copy.contact
@@ -242,7 +236,7 @@ class Members:
         ):
             self._journal.count("endpoints_refused")
             return None
-        self.holdings.met(entry.endpoint)
+        self.holdings.endpoints[owner] += 1
         self._hearsay += owner not in self.peers
         self.left.pop(entry.endpoint, None)
         copy = self.copies[entry.endpoint] = Copy(entry.endpoint, False, entry.incarnation, heard_at)

@@ -142,10 +142,7 @@ class Burst:
         """Updates that no datagram has room for: the owner's names and urls come from a node with larger datagrams."""
 
     def tell(self, vector: Iterable[VectorEntry], whole: int) -> int:
-        """Pack what fits of a vector into the first datagram; return how many entries that is.
-
-        If it is `whole` entries, the vector lists everything that the sender knows, and the message says so.
-        """
+        """Pack what fits of a vector in the first datagram, `complete` if that is `whole` entries; return how many."""
         for entry in vector:
             encoded = encode_part(entry)
             if len(encoded) > self._room:

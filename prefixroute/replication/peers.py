@@ -35,7 +35,6 @@ MAX_REMOVED = 4096
 """Nodes that are remembered after the caller removed them."""
 
 QUIET_AFTER_S = 1.0
-"""A node slows down after so long without news."""
 
 SLOWER = 1.25
 """Each quiet exchange takes this much longer to the next: gently, so that others learn the new rhythm on the way."""
@@ -51,9 +50,7 @@ class Tempo:
         self.spacing_s = settings.interval_s
         """Seconds between exchanges, at the present pace."""
         self.next_at = now
-        """When the next exchange is due."""
         self.beat_at = now
-        """When the next heartbeat is due."""
         self.last_at = now
         """When the last exchange began."""
         self.news_at = now

@@ -7,7 +7,6 @@ change apply to the pair that the copy has? `TABLE` answers it, and the result i
 Rules:
 1. No update is decoded before the table says that it applies, and no more than `max_keys` are kept of an endpoint.
 2. A copy after a change has the checksum that its owner stated, or it is discarded.
-3. What arrives never raises: it is counted, and an event tells.
 """
 
 from __future__ import annotations
@@ -142,7 +141,8 @@ class Receiver:
         arrival = self._assemble(copy, update, delta, now)
         if arrival is not None:
             self._complete(copy, update, arrival, verdict, base, now)
-        self._members.weigh(copy)
+        under_way = copy.assembly.size if copy.assembly is not None else 0
+        self._members.holdings.note(copy.endpoint, len(copy.keys) + under_way)
 
     def _too_dense(self, update: Update) -> bool:
         """Whether a range has more keys than the keys of a whole set of `max_keys` put there by chance.
@@ -159,17 +159,15 @@ class Receiver:
         """Return the whole change if this part completes it. A transfer under way keeps its place until it stalls."""
         if update.whole:
             codes = [(update.added, update.removed)]
-            versions = (update.since, update.version)
-            return Arrival(Change(*versions, delta, update.checksum, update.anchor_stride, codes=codes))
+            return Arrival(
+                Change(update.since, update.version, delta, update.checksum, update.anchor_stride, codes=codes)
+            )
         a = copy.assembly
-        if a is not None and not a.is_of(update):
-            if a.incarnation >= update.incarnation and now - a.touched_at < STALLED_S:
+        if a is None or not a.is_of(update):
+            if a is not None and a.incarnation >= update.incarnation and now - a.touched_at < STALLED_S:
                 self._journal.count("parts_of_another_transfer")
                 return None
-            a = None
-        if a is None:
-            a = Assembly(update, now)
-        copy.assembly = a
+            a = copy.assembly = Assembly(update, now)
         self._tempo.stir(now)
         arrival = a.offer(update.lower, update.upper or KEY_LIMIT, delta, now, copy.keys.keys)
         if arrival is not None:

@@ -149,17 +149,13 @@ def _codes(change: Change, lower: int, upper: int) -> Codes:
     inside = change.delta.within(lower, upper)
     added, removed = encode_sorted(inside.added - np.uint64(lower), upper - lower), b""
     if len(inside.removed):
-        base = _base(change)
+        assert change.base is not None, "only a change from a version removes keys"
+        base = change.base()
         start, end = base.ranks(np.array([lower, upper], np.uint64)).tolist()
         removed = encode_sorted((base.ranks(inside.removed) - start).astype(np.uint64), end - start)
     if whole and change.codes is not None:
         change.codes.append((added, removed))
     return added, removed
-
-
-def _base(change: Change) -> Base:
-    assert change.base is not None, "only a change from a version removes keys"
-    return change.base()
 
 
 def _fit(debt: Debt, lower: int, upper: int, room: int) -> int | None:
@@ -170,7 +166,7 @@ def _fit(debt: Debt, lower: int, upper: int, room: int) -> int | None:
     room -= _frame_bytes(debt)
     if room < LEAST_KEY_BYTES and (room < 0 or len(added) + len(removed)):
         return None
-    base = _base(debt.change) if len(removed) else None
+    base = debt.change.base() if debt.change.base is not None and len(removed) else None
     if _bound(base, added, removed, lower, upper) <= room:
         return upper
     # No key takes less than two bits, so no more than this many can fit.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import reduce
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -204,12 +205,8 @@ class WriterSet:
         The frozen state is kept as long as the log leads from it to the present: a receiver that has all of it then
         catches up by a delta. The snapshot is of a version later than `after`, which the receiver has already.
         """
-        frozen = self._frozen
-        if (
-            frozen is not None
-            and frozen.version > after
-            and (frozen.version == self.version or (self._log and self._log[0].since <= frozen.version))
-        ):
+        frozen, reached = self._frozen, self._log[0].since if self._log else self.version
+        if frozen is not None and frozen.version > after and frozen.version >= reached:
             return frozen
         return self._freeze(self.version, self.keys, self._checksum, self.anchor_stride)
 
@@ -224,11 +221,9 @@ class WriterSet:
         if version == self.version:
             return self.snapshot(version - 1)
         steps = self._steps(version, self.version)
-        if not steps:
-            return None
+        # A log that begins at this version does not say at which stride it was published.
         anchor_stride = next((step.anchor_stride for step in self._log if step.version == version), None)
-        if anchor_stride is None:
-            # The log begins at this version, and does not say at which stride it was published.
+        if not steps or anchor_stride is None:
             return None
         keys = _net(steps).reversed().applied(self.keys)
         return self._freeze(version, keys, checksum(keys), anchor_stride)
@@ -303,7 +298,4 @@ class OwnedSet(WriterSet):
 
 def _net(steps: list[Change]) -> KeyDelta:
     """The net change of successive steps."""
-    net = steps[0].delta if steps else NO_CHANGE
-    for step in steps[1:]:
-        net = net.then(step.delta)
-    return net
+    return reduce(KeyDelta.then, [step.delta for step in steps] or [NO_CHANGE])
