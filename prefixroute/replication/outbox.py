@@ -41,7 +41,6 @@ class Outbox:
     ) -> None:
         self.settings = settings
         self.secret = domain.secret
-        """What signs datagrams."""
         self._node = node
         self._domain = domain
         self._fingerprint = domain.fingerprint

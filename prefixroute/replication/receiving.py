@@ -159,9 +159,8 @@ class Receiver:
         """Return the whole change if this part completes it. A transfer under way keeps its place until it stalls."""
         if update.whole:
             codes = [(update.added, update.removed)]
-            return Arrival(
-                Change(update.since, update.version, delta, update.checksum, update.anchor_stride, codes=codes)
-            )
+            stated = (update.checksum, update.anchor_stride)
+            return Arrival(Change(update.since, update.version, delta, *stated, codes=codes))
         a = copy.assembly
         if a is None or not a.is_of(update):
             if a is not None and a.incarnation >= update.incarnation and now - a.touched_at < STALLED_S:

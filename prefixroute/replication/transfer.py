@@ -43,7 +43,6 @@ SKIPPED_S = 1.0
 """For so long after a copy jumped over a version, it leaves receivers at that version to others."""
 
 PART_KEYS = 48
-"""A part's arrays take as much as so many keys."""
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -238,7 +237,7 @@ class Assembly:
         self.anchor_stride = update.anchor_stride
         self.touched_at = now
         self.size = 0
-        """Keys that have come; each part counts as `PART_KEYS` at least, since that is what it takes to keep it."""
+        """Keys that have come; each part counts as `PART_KEYS` at least, since its arrays take as much."""
         self._covered = 0
         # Disjoint ranges: their lower bounds in order, and the parts by lower bound.
         self._lowers: list[int] = []
