@@ -47,26 +47,25 @@ class Rhythm:
         return min(max(least_s, 2 * (self._mean_s + 4 * self._deviation_s)), most_s)
 
 
-@dataclass(slots=True)
 class ReplayWindow:
     """Which of the last `size` numbers were taken, so that a repeated one is told from a new one.
 
     O(size / 64) a number, 0.2 us at 4,096.
     """
 
-    size: int = 0
-    _seen: int = 0
-    _top: int = 0
+    def __init__(self, size: int = 0) -> None:
+        self._size, self._mask = size, (1 << size) - 1
+        self._seen = self._top = 0
 
     def take(self, number: int) -> bool:
         """Take a number, from 1; False when it was taken already, or is too far back to tell."""
         ahead = number - self._top
         if ahead > 0:
-            shifted = self._seen << ahead if ahead < self.size else 0
-            self._seen, self._top = (shifted | 1) & ((1 << self.size) - 1), number
+            shifted = self._seen << ahead if ahead < self._size else 0
+            self._seen, self._top = (shifted | 1) & self._mask, number
             return True
         # The number comes from the network: nothing is shifted by more than the window.
-        bit = 1 << -ahead if -ahead < self.size else 0
+        bit = 1 << -ahead if -ahead < self._size else 0
         if not bit or self._seen & bit:
             return False
         self._seen |= bit
