@@ -35,7 +35,7 @@ from workbench.bars import Row, chosen, json_option, publish
 from prefixroute import BlocksStored, Domain, EngineBatch, Node, NodeSettings, Outcome
 from prefixroute.keys.keyset import KeyDelta, Keys
 from prefixroute.keys.rice import decode_sorted, encode_sorted
-from prefixroute.replication.sending import Debt, cut
+from prefixroute.replication.transfer import Debt, cut
 from prefixroute.replication.wire import KEY_LIMIT, Message, Update, overhead_bytes
 from prefixroute.replication.writer_set import Change, WriterSet
 from prefixroute.routing.index import MergedIndex

@@ -250,7 +250,7 @@ class EndpointTable:
                 local.publisher._check()
                 expected[endpoint] = {wire_key(key) for key in local.residency.published()}
             else:
-                expected[endpoint] = set(copy.keys.tolist())
+                expected[endpoint] = set(copy.keys.keys.tolist())
         self.feed._check(expected)
 
 

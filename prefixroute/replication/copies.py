@@ -10,26 +10,28 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple
 
 from ..load import Advert, LoadReport
-from .assembly import Assembly
-from .limits import Limits
+from .limits import Bucket, Limits, Meter
+from .transfer import Assembly
 from .wire import LAST_BEAT, MARK_MASK, LoadWire, VectorEntry, Want, load_from_wire, load_to_wire
 from .writer_set import OwnedSet, WriterSet
 
 MAX_PROBES = 8
 """Questions to one peer that may be answered yet; older ones are forgotten."""
 
+_UNLOADED = Advert(LoadReport())
+_UNLOADED_WIRE = load_to_wire(_UNLOADED)
 
+
+@dataclass(slots=True)
 class Rhythm:
     """How long silences between words are: their mean and mean deviation, smoothed (Jacobson, SIGCOMM 1988)."""
 
-    __slots__ = ("_deviation_s", "_mean_s")
-
-    def __init__(self) -> None:
-        self._mean_s = 0.0
-        self._deviation_s = 0.0
+    _mean_s: float = 0.0
+    _deviation_s: float = 0.0
 
     def note(self, silence_s: float) -> None:
         """Take the silence that a word has ended."""
@@ -51,13 +53,9 @@ class ReplayWindow:
     O(size / 64) a number, 0.2 us at 4,096.
     """
 
-    __slots__ = ("_mask", "_seen", "_size", "_top")
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._mask = (1 << size) - 1
-        self._seen = 0
-        self._top = 0
+    def __init__(self, size: int = 0) -> None:
+        self._size, self._mask = size, (1 << size) - 1
+        self._seen = self._top = 0
 
     def take(self, number: int) -> bool:
         """Take a number, from 1; False when it was taken already, or is too far back to tell."""
@@ -74,6 +72,7 @@ class ReplayWindow:
         return True
 
 
+@dataclass(slots=True, eq=False)
 class Peer:
     """Another node that this one talks to; `learnt` when gossip made it a peer, not the caller.
 
@@ -81,41 +80,27 @@ class Peer:
     measured. `same_domain` says that it was heard in this domain, so that the readable fields need not travel any more.
     """
 
-    __slots__ = (
-        "address",
-        "answers",
-        "heard_at",
-        "learnt",
-        "life",
-        "meter",
-        "node",
-        "probes",
-        "rhythm",
-        "rtt_s",
-        "same_domain",
-        "state",
-        "taken",
-        "work",
-    )
+    node: str
+    address: Hashable
+    heard_at: float
+    limits: InitVar[Limits]
+    learnt: bool = False
+    rhythm: Rhythm = field(default_factory=Rhythm)
+    same_domain: bool = False
+    state: str = "new"
+    rtt_s: float | None = None
+    probes: dict[int, float] = field(default_factory=dict)
+    """Nonces of the questions that it may answer yet, and when each was asked."""
+    life: int = 0
+    """Its present run, as far as that is proved (`freshness`); 0 before."""
+    taken: ReplayWindow = field(default_factory=ReplayWindow)
+    """The numbers of that life's datagrams that were taken."""
+    meter: Meter = field(init=False)
+    answers: Bucket = field(init=False)
+    work: Bucket = field(init=False)
 
-    def __init__(self, node: str, address: Hashable, now: float, limits: Limits, learnt: bool = False) -> None:
-        self.node = node
-        self.address = address
-        self.learnt = learnt
-        self.heard_at = now
-        self.rhythm = Rhythm()
-        self.same_domain = False
-        self.state = "new"
-        self.rtt_s: float | None = None
-        self.probes: dict[int, float] = {}
-        """Nonces of the questions that it may answer yet, and when each was asked."""
-        self.life = 0
-        """Its present run, as far as that is proved (`freshness`); 0 before."""
-        self.taken: ReplayWindow | None = None
-        """The numbers of that life's datagrams that were taken."""
-        self.meter = limits.of_peer()
-        self.answers = limits.of_answers()
-        self.work = limits.of_work()
+    def __post_init__(self, limits: Limits) -> None:
+        self.meter, self.answers, self.work = limits.of_peer()
 
     def asked(self, nonce: int, now: float) -> None:
         """Note a question, so that its answer is timed."""
@@ -152,56 +137,32 @@ class Left(NamedTuple):
         return VectorEntry(endpoint, *self.beat, age_ms=_age_ms(now - self.heard_at))
 
 
+@dataclass(slots=True, eq=False)
 class Copy:
     """One endpoint as this node knows it: its own (`mine`), or the replica of a peer's."""
 
-    __slots__ = (
-        "advert",
-        "assembly",
-        "contact",
-        "endpoint",
-        "heard_at",
-        "heartbeat",
-        "incarnation",
-        "keys",
-        "load_at",
-        "load_wire",
-        "mine",
-        "revision",
-        "rhythm",
-        "suspected",
-        "url",
-        "zone",
-    )
+    endpoint: str
+    mine: bool
+    incarnation: int
+    heard_at: float
+    url: str = ""
+    contact: str = ""
+    zone: str = ""
+    """Its owner's label; "" while it is not known."""
+    keys: WriterSet = field(init=False)
+    heartbeat: int = 0
+    rhythm: Rhythm = field(default_factory=Rhythm)
+    advert: Advert = _UNLOADED
+    load_wire: LoadWire = _UNLOADED_WIRE
+    revision: int = 0
+    load_at: float = field(init=False)
+    """When the load was last known to be the owner's."""
+    assembly: Assembly | None = None
+    suspected: bool = False
 
-    def __init__(
-        self,
-        endpoint: str,
-        mine: bool,
-        incarnation: int,
-        now: float,
-        url: str = "",
-        contact: str = "",
-        zone: str = "",
-    ) -> None:
-        self.endpoint = endpoint
-        self.mine = mine
-        self.incarnation = incarnation
-        self.keys: WriterSet = OwnedSet() if mine else WriterSet()
-        self.heartbeat = 0
-        self.heard_at = now
-        self.rhythm = Rhythm()
-        self.advert = Advert(LoadReport())
-        self.load_wire = load_to_wire(self.advert)
-        self.revision = 0
-        self.load_at = now
-        """When the load was last known to be the owner's."""
-        self.url = url
-        self.contact = contact
-        self.zone = zone
-        """Its owner's label; "" while it is not known."""
-        self.assembly: Assembly | None = None
-        self.suspected = False
+    def __post_init__(self) -> None:
+        self.keys = OwnedSet() if self.mine else WriterSet()
+        self.load_at = self.heard_at
 
     @property
     def held(self) -> tuple[int, int]:
@@ -244,16 +205,8 @@ class Copy:
         """Return what a vector says of this copy."""
         a = self.assembly
         want = Want(a.incarnation, a.since, a.version, a.missing()) if a is not None else None
-        return VectorEntry(
-            self.endpoint,
-            *self.beat,
-            self.keys.version,
-            self.mark,
-            _age_ms(self.age_s(now)),
-            self.revision,
-            self.load_wire if with_load else None,
-            want,
-        )
+        load, age_ms = self.load_wire if with_load else None, _age_ms(self.age_s(now))
+        return VectorEntry(self.endpoint, *self.beat, self.keys.version, self.mark, age_ms, self.revision, load, want)
 
 
 def _age_ms(age_s: float) -> int:

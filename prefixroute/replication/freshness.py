@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from enum import Enum
 from hashlib import blake2b
+from operator import attrgetter
 from typing import NamedTuple
 
 from cachetools import LRUCache
@@ -49,7 +50,7 @@ class Novelty(Enum):
 
 
 class Waiting(NamedTuple):
-    """A SYN that waits for its sender's proof: the nonce that proves it, and when the challenge went."""
+    """A SYN that waits for its sender's proof: the nonce that proves it, when the challenge went, the bytes kept."""
 
     message: Message
     nonce: int
@@ -68,7 +69,7 @@ class Freshness:
         """This run of the node, 32 bits."""
         self._sent = 0
         self._nonces = 0
-        self._waiting: LRUCache[tuple[str, int], Waiting] = LRUCache(MAX_WAITING_BYTES, getsizeof=_kept_bytes)
+        self._waiting: LRUCache[tuple[str, int], Waiting] = LRUCache(MAX_WAITING_BYTES, attrgetter("size"))
 
     def stamp(self, life: int) -> Stamp:
         """Return the stamp of the next datagram, made for a receiver's `life`, 0 if that is not known."""
@@ -90,7 +91,7 @@ class Freshness:
                 peer.life = message.life or peer.life
             return Novelty.FRESH, None
         if peer is not None and message.life == peer.life != 0 and message.to == self.life:
-            return (Novelty.FRESH if self._taken(peer).take(message.sequence) else Novelty.REPEATED), None
+            return (Novelty.FRESH if peer.taken.take(message.sequence) else Novelty.REPEATED), None
         if not message.life or not message.sequence:
             return Novelty.STALE, None
         if peer is not None and kind is Kind.SYN_ACK and message.echo in peer.probes:
@@ -112,31 +113,22 @@ class Freshness:
         life = messages[-1].life
         self._waiting.pop((peer.node, life), None)
         if peer.life != life:
-            peer.life, peer.taken = life, None
+            peer.life, peer.taken = life, ReplayWindow(self._size)
         for message in messages:
-            self._taken(peer).take(message.sequence)
+            peer.taken.take(message.sequence)
 
-    def challenge(self, message: Message, size: int, now: float) -> Message:
-        """Keep a SYN of `size` bytes until its sender's life is proved; return the head of the answer."""
+    def challenge(self, message: Message, size: int, now: float) -> int:
+        """Keep a SYN of `size` bytes until its sender's life is proved; return the nonce that proves it."""
         key = (message.sender, message.life)
         known = self._waiting.get(key)
         # One nonce for one life: else whoever plays back another SYN of that life would keep it from its proof.
         again = known is not None and now - known.at <= self._patience_s
         nonce = known.nonce if known is not None and again else self.nonce()
-        if size + WAITING_OVERHEAD <= MAX_WAITING_BYTES:
-            self._waiting[key] = Waiting(message, nonce, now, size)
-        return Message("", nonce, message.nonce)
-
-    def _taken(self, peer: Peer) -> ReplayWindow:
-        """The numbers of a peer's proved life that were taken."""
-        if peer.taken is None:
-            peer.taken = ReplayWindow(self._size)
-        return peer.taken
+        kept = size + WAITING_OVERHEAD
+        if kept <= MAX_WAITING_BYTES:
+            self._waiting[key] = Waiting(message, nonce, now, kept)
+        return nonce
 
     def _number(self, n: int) -> int:
         drawn = blake2b(n.to_bytes(8, "little"), digest_size=8, key=self._key).digest()
         return (int.from_bytes(drawn, "little") >> 2) + 1
-
-
-def _kept_bytes(waiting: Waiting) -> int:
-    return waiting.size + WAITING_OVERHEAD

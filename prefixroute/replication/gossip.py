@@ -22,34 +22,30 @@ Rules:
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable
 from itertools import chain
 
 from ..errors import DecodeError, UsageError
 from ..events import Journal
 from ..keys.domain import Domain
-from ..keys.keyset import Keys
 from ..keys.names import owner_of
 from .copies import Copy, Peer
 from .freshness import Freshness, Novelty
 from .gossip_settings import GossipSettings
-from .limits import BYTE_S, COPY_S, ENTRY_S, HELD_S, UPDATE_S, Limits
-from .members import Members
+from .limits import BYTE_S, COPY_S, ENTRY_S, HELD_S, UPDATE_S, Limits, Refusals
+from .members import Members, OnUpdate
 from .outbox import Outbox
-from .peers import Peers
+from .peers import Peers, Tempo, Turns
 from .receiving import Receiver
-from .refusals import Refusals
-from .sending import Debt, least_room, owed
-from .tempo import Tempo, Turns
-from .wire import Kind, Message, VectorEntry, decode, overhead_bytes, verify
+from .transfer import Debt, least_room, owed
+from .wire import Envelope, Kind, Message, VectorEntry, decode, overhead_bytes, verify
 from .writer_set import OwnedSet
 
 
 class Gossip:
     """The protocol of one node. Whom it talks to is in `peers`, what it keeps in `members`, what it sends in `outbox`.
 
-    `on_update(endpoint, added, removed)` is called for every change of a replica's keys. Raises `UsageError` for
-    datagrams that are too small for this domain's names.
+    Raises `UsageError` for datagrams that are too small for this domain's names.
     """
 
     def __init__(
@@ -60,7 +56,7 @@ class Gossip:
         rng: random.Random,
         now: float,
         journal: Journal,
-        on_update: Callable[[str, Keys, Keys], None],
+        on_update: OnUpdate,
     ) -> None:
         front = overhead_bytes(Message(node, 2**63 - 1, 2**63 - 1, True, domain.fields(), contact=settings.contact))
         least = front + least_room(bool(settings.zone))
@@ -82,38 +78,41 @@ class Gossip:
         self._fingerprint = domain.fingerprint
         self._secrets: tuple[bytes, ...] = (domain.secret,)
 
-    # --- the protocol: what a datagram does ----------------------------------------------------------------
-
     def receive(self, data: bytes, source: Hashable, now: float) -> bool:
         """Take one datagram from a transport; return whether it was of use. Never raises for its content."""
+        refuse = self._refusals.refuse
         # 1. Its address may still send, and its tag is right.
         self._count_received(data)
         if not self._limits.admits(source, len(data), now):
             reason = "more than is looked at of one address, or of all that nothing proves"
-            return self._refuse(source, "limited", reason, now)
+            return refuse(source, "limited", reason, now)
         try:
             envelope = decode(data, *self._secrets)
         except DecodeError as error:
-            return self._refuse(source, error.kind, str(error), now)
+            return refuse(source, error.kind, str(error), now)
         if envelope.signed:
             self._journal.count("datagrams_signed_otherwise")
-        self._wake(now)
+        if self.tempo.wakes(now):
+            self._journal.count("pauses")
         # 2. It is of this domain, and from another node that is a peer, or may become one, and may still send.
         kind, message = envelope.kind, envelope.message
         peer = self.peers.get(message.sender)
         if envelope.fingerprint != self._fingerprint:
-            return self._refuse_foreign(peer, source, message, now)
+            if peer is not None:
+                # It came back with another domain: let it see this one's fields, so that it can tell too.
+                peer.same_domain = False
+            return self._refusals.foreign(source, message, now)
         if message.sender == self.node:
-            return self._refuse(source, "self", "a datagram from a node of this node's own name", now)
+            return refuse(source, "self", "a datagram from a node of this node's own name", now)
         contact = message.contact or self.freshness.contact_of(message)
         if peer is None and not self.peers.would_learn(message.sender, contact):
-            return self._refuse(source, "stranger", f"node {message.sender!r} is no peer: add_peer it first", now)
+            return refuse(source, "stranger", f"node {message.sender!r} is no peer: add_peer it first", now)
         if peer is not None and not peer.meter.take(len(data), now):
-            return self._refuse(source, "limited", f"node {peer.node!r} sends more than an honest one does", now)
+            return refuse(source, "limited", f"node {peer.node!r} sends more than an honest one does", now)
         # 3. It is new: no recording, and of a life that is there now. `waiting` is the SYN that waited for that proof.
         novelty, waiting = self.freshness.judge(peer, kind, message, now)
         if novelty is not Novelty.FRESH:
-            return self._refuse_old(novelty, peer, source, kind, message, len(data), now)
+            return self._refuse_old(novelty, peer, source, envelope, len(data), now)
         self._limits.proved(source)
         if peer is None:
             peer = self.peers.learn(message.sender, contact, now)
@@ -173,21 +172,17 @@ class Gossip:
                 if not message.complete:
                     continue
                 entry = VectorEntry(copy.endpoint, 0, 0)
-            held, loaded = (entry.incarnation, entry.version), (entry.incarnation, entry.revision)
-            lacks_keys = copy.keys.version and copy.held > held
-            lacks_load = copy.loaded > loaded
+            held, heard = (entry.incarnation, entry.version), (entry.incarnation, entry.heartbeat)
+            loaded = (entry.incarnation, entry.revision)
+            lacks_keys, lacks_load = copy.keys.version and copy.held > held, copy.loaded > loaded
             if lacks_keys and not copy.suspected and owner_of(copy.endpoint) != peer.node:
-                debts += _debts(copy, entry, now)
-            if lacks_load or (
-                kind is Kind.SYN
-                # Either of the two is ahead of the other.
-                and (
-                    lacks_keys
-                    or copy.beat > (entry.incarnation, entry.heartbeat)
-                    or held > copy.held
-                    or loaded > copy.loaded
+                lag = copy.keys.version - (entry.version if entry.incarnation == copy.incarnation else 0)
+                debts += (
+                    Debt(copy.endpoint, copy.incarnation, *due, copy.url, copy.contact, lag, copy.zone)
+                    for due in owed(copy.keys, copy.incarnation, entry, now)
                 )
-            ):
+            either_is_ahead = lacks_keys or copy.beat > heard or held > copy.held or loaded > copy.loaded
+            if lacks_load or (kind is Kind.SYN and either_is_ahead):
                 news.append(copy.entry(now, lacks_load))
         news += members.last_words_unheard(theirs, now)
         # What the peer does not know at all goes first: an update of it would be dropped. Hearsay comes last.
@@ -195,48 +190,26 @@ class Gossip:
         debts.sort(key=lambda debt: debt.lag, reverse=True)
         return news, debts
 
-    # --- the protocol: what is refused ---------------------------------------------------------------------
-
-    def _refuse(self, source: Hashable, kind: str, reason: str, now: float) -> bool:
-        """Count and tell that a datagram is of no use; return False."""
-        self._refusals.refuse(source, kind, reason, now)
-        return False
-
-    def _refuse_foreign(self, peer: Peer | None, source: Hashable, message: Message, now: float) -> bool:
-        """Refuse a datagram of another domain; return False."""
-        if peer is not None:
-            # It came back with another domain: let it see this one's fields, so that it can tell too.
-            peer.same_domain = False
-        self._refusals.foreign(source, message, now)
-        return False
-
     def _refuse_old(
-        self,
-        novelty: Novelty,
-        peer: Peer | None,
-        source: Hashable,
-        kind: Kind,
-        message: Message,
-        size: int,
-        now: float,
+        self, novelty: Novelty, peer: Peer | None, source: Hashable, envelope: Envelope, size: int, now: float
     ) -> bool:
         """Refuse a datagram that is not proved to be new, and challenge the sender of a SYN; return False."""
+        message = envelope.message
         self._journal.count(f"datagrams_{novelty.value}")
         if novelty is Novelty.CHALLENGE:
             answers = self._limits.challenges if peer is None else peer.answers
             if answers.take(1, now):
-                head = self.freshness.challenge(message, size, now)
-                self.outbox.challenge(message.contact if peer is None else peer.address, head, message.life)
+                answer = Message(self.node, self.freshness.challenge(message, size, now), message.nonce)
+                address = message.contact if peer is None else peer.address
+                self.outbox.put(address, message.life, Kind.SYN_ACK, answer)
             else:
                 self._journal.count("limited_answers")
-        elif kind is Kind.SYN_ACK and message.nonce and message.to != self.freshness.life:
+        elif envelope.kind is Kind.SYN_ACK and message.nonce and message.to != self.freshness.life:
             reason = (
                 "a SYN in this node's name was not sent by it: the name is used twice, or a recording is played back"
             )
-            self._refuse(source, "namesake", reason, now)
+            self._refusals.refuse(source, "namesake", reason, now)
         return False
-
-    # --- what the node calls -------------------------------------------------------------------------------
 
     def exchange(self, now: float) -> bool:
         """Begin the exchange that is due: publish, and send a SYN to one peer; each round beat and sweep as well.
@@ -244,7 +217,8 @@ class Gossip:
         Return whether a round began. O(endpoints).
         """
         members = self.members
-        self._wake(now)
+        if self.tempo.wakes(now):
+            self._journal.count("pauses")
         beats = self.tempo.beats(now)
         if beats:
             members.sweep(now)
@@ -286,24 +260,13 @@ class Gossip:
             verify(data, *self._secrets)
         except DecodeError as error:
             self._count_received(data)
-            return self._refuse(source, error.kind, str(error), now)
+            return self._refusals.refuse(source, error.kind, str(error), now)
         return True
 
     def set_secrets(self, secrets: tuple[bytes, ...]) -> None:
         """Authenticate datagrams with these secrets from now on: the first signs, each is good."""
         self._secrets, self.outbox.secret = secrets, secrets[0]
 
-    def _wake(self, now: float) -> None:
-        if self.tempo.wakes(now):
-            self._journal.count("pauses")
-
     def _count_received(self, data: bytes) -> None:
         self._journal.count("datagrams_received")
         self._journal.count("bytes_received", n=len(data))
-
-
-def _debts(copy: Copy, entry: VectorEntry, now: float) -> Iterator[Debt]:
-    """What the sender of `entry` is owed of a copy that is ahead of it."""
-    lag = copy.keys.version - (entry.version if entry.incarnation == copy.incarnation else 0)
-    for change, ranges in owed(copy.keys, copy.incarnation, entry, now):
-        yield Debt(copy.endpoint, copy.incarnation, change, ranges, copy.url, copy.contact, lag, copy.zone)

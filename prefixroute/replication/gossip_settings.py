@@ -12,7 +12,7 @@ from ..keys.names import checked_zone
 class GossipSettings:
     """Pace, budgets and bounds of gossip; times in seconds, sizes in bytes. Raises `UsageError` for what cannot be.
 
-    | pace | meaning |
+    | field | meaning |
     |---|---|
     | `interval_s`, `fan_out` | length of a round, and the exchanges that a node begins in it |
     | `idle_interval_s` | a quiet fleet slows down to one exchange in so long; 0 switches that off |
@@ -20,30 +20,19 @@ class GossipSettings:
     | `publish_within_s` | or else so long after the last publication |
     | `suspect_after_s` | an endpoint that is unheard for longer than its rhythm, at least so long, is no candidate |
     | `forget_after_s` | an endpoint that is unheard for so long is forgotten |
-
-    | who | meaning |
-    |---|---|
     | `contact` | where this node takes datagrams, as its transport writes an address ("host:port" with UDP) |
     | `learn_peers` | whether nodes that others speak of become peers, at the contact that they give |
     | `zone` | label of this node's zone; others learn it with the first snapshot of an endpoint (`zones`) |
-
-    | budget | meaning |
-    |---|---|
-    | `datagram_bytes` | of one datagram: 1,200 pass any network path; over streams take 65,536 |
-    | `burst_bytes` | of all datagrams of an answer: 65,536; over streams take 1,048,576 |
+    | `datagram_bytes` | budget of one datagram: 1,200 pass any network path; over streams take 65,536 |
+    | `burst_bytes` | budget of all datagrams of an answer: 65,536; over streams take 1,048,576 |
     | `excess` | so many times what an honest node sends is taken from one (`limits`); infinite is no limit |
     | `peer_work` | share of a processor that the updates and questions of one peer may take |
-
-    | bound of what peers can make a node keep | of |
-    |---|---|
     | `max_endpoints`, `max_owner_endpoints`, `max_hearsay` | endpoints: all; of one node; of nodes that are no peers |
     | `max_keys`, `max_owner_keys`, `max_all_keys` | keys: of one endpoint; of one node; all. Some 120 bytes each |
-
-    | replay protection | meaning |
-    |---|---|
     | `replay_window` | so many numbers of each peer's datagrams are remembered, to tell a recording from news |
 
-    With `replay_window` 0 recordings are taken, too: for transports that see to that themselves.
+    The bounds `max_*` are of what peers can make a node keep. With `replay_window` 0 recordings are taken, too: for
+    transports that see to that themselves.
     """
 
     interval_s: float = 0.2

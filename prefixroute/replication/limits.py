@@ -1,4 +1,4 @@
-"""What others can make a node do and keep: rates, answers, keys and endpoints, each with its formula.
+"""What others can make a node do, keep and tell: rates, answers, keys, endpoints and refusals, each with its formula.
 
 A *round* is `interval_s` seconds, in which an honest node has one exchange with a peer and sends it two answers at
 most. So one peer honestly sends 2 x `burst_bytes` a round at most, in 2 + 2 x burst_bytes / datagram_bytes datagrams.
@@ -16,6 +16,9 @@ Each meter is a token bucket that holds what comes in four rounds, or in a secon
 Rules:
 1. What is beyond a limit is dropped as a busy network would drop it: gossip heals loss.
 2. Only an address that a tag has proved gets a meter of its own, so nobody without the secret can push others out.
+3. Refusals are counted all, and told `TOLD_AT_ONCE` one by one, then one a second, however many there are.
+4. A peer of another domain is told of by the field that differs, once in `MISMATCH_TOLD_S` for each source and field:
+   a mismatch would otherwise be a cache that silently never hits.
 """
 
 from __future__ import annotations
@@ -23,11 +26,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 from math import inf
+from typing import Literal
 
 from cachetools import LRUCache
 
+from ..events import DatagramRejected, DomainMismatch, Journal
+from ..keys.domain import Domain
 from ..keys.names import owner_of
 from .gossip_settings import GossipSettings
+from .wire import Message
 
 MAX_SOURCES = 4096
 """Addresses with a meter of their own; those that were quiet for longest share one again."""
@@ -42,6 +49,11 @@ ENTRY_S, COPY_S, UPDATE_S, BYTE_S, HELD_S = 3e-6, 6e-7, 3e-5, 1.2e-7, 2e-9
 """Estimated seconds for an entry, an endpoint that it is compared with, an update, a byte of its keys, and a key of the
 set that it changes: measured, and rounded up. No clock is read here, so that the same calls do the same."""
 
+TOLD_AT_ONCE = 64
+MISMATCH_TOLD_S = 60.0
+MAX_MISMATCHES = 256
+"""Mismatches (source, field) that are remembered."""
+
 
 class Bucket:
     """A token bucket: `take` lets through `rate` a second in the mean, and `most` at once. O(1)."""
@@ -52,17 +64,25 @@ class Bucket:
         self.rate = rate
         self.most = most
         self._left = most
-        self._at: float | None = None
+        self._at = -inf
 
     def take(self, amount: float, now: float) -> bool:
         """Take `amount` at `now`, seconds of any clock; False, and nothing is taken, when there is not as much left."""
-        if self._at is not None and now > self._at:
+        if now > self._at:
             self._left = min(self.most, self._left + (now - self._at) * self.rate)
-        self._at = now if self._at is None else max(now, self._at)
+            self._at = now
         if amount > self._left:
             return False
         self._left -= amount
         return True
+
+
+def _bucket(rate: float, settings: GossipSettings) -> Bucket:
+    return Bucket(rate, rate * max(1.0, HELD_ROUNDS * settings.interval_s))
+
+
+def _answers(settings: GossipSettings) -> Bucket:
+    return _bucket(2 * settings.excess / settings.interval_s, settings)
 
 
 class Meter:
@@ -71,10 +91,8 @@ class Meter:
     __slots__ = ("_bytes", "_datagrams")
 
     def __init__(self, settings: GossipSettings, times: float) -> None:
-        held_s = max(1.0, HELD_ROUNDS * settings.interval_s)
-        of_datagrams, of_bytes = times * honest_datagrams_per_s(settings), times * honest_bytes_per_s(settings)
-        self._datagrams = Bucket(of_datagrams, held_s * of_datagrams)
-        self._bytes = Bucket(of_bytes, held_s * of_bytes)
+        self._datagrams = _bucket(times * honest_datagrams_per_s(settings), settings)
+        self._bytes = _bucket(times * honest_bytes_per_s(settings), settings)
 
     def take(self, size: int, now: float) -> bool:
         """Let a datagram of `size` bytes through, or not."""
@@ -86,11 +104,10 @@ class Limits:
 
     def __init__(self, settings: GossipSettings) -> None:
         self._settings = settings
-        self._excess = settings.excess
         self._off = settings.excess == inf
         self._sources: LRUCache[Hashable, Meter] = LRUCache(MAX_SOURCES)
         self._unproved = Meter(settings, settings.excess)
-        self.challenges = self.of_answers()
+        self.challenges = _answers(settings)
         """One bucket for the challenges to all nodes that are no peers yet."""
 
     def admits(self, source: Hashable, size: int, now: float) -> bool:
@@ -102,20 +119,12 @@ class Limits:
     def proved(self, source: Hashable) -> None:
         """Note that a good datagram came from `source`, or that it is a peer's address: it has a meter of its own."""
         if source not in self._sources and not self._off:
-            self._sources[source] = Meter(self._settings, self._excess * self._settings.fan_out)
+            self._sources[source] = Meter(self._settings, self._settings.excess * self._settings.fan_out)
 
-    def of_peer(self) -> Meter:
-        """Return a meter for what one peer sends."""
-        return Meter(self._settings, self._excess)
-
-    def of_answers(self) -> Bucket:
-        """Return a bucket for the answers that one peer gets."""
-        rate = 2 * self._excess / self._settings.interval_s
-        return Bucket(rate, rate * max(1.0, HELD_ROUNDS * self._settings.interval_s))
-
-    def of_work(self) -> Bucket:
-        """Return a bucket for the seconds of work that one peer may cause."""
-        return Bucket(self._settings.peer_work, WORK_AT_ONCE_S)
+    def of_peer(self) -> tuple[Meter, Bucket, Bucket]:
+        """Return a peer's meters: of what it sends, of the answers that it gets, of the seconds of work for it."""
+        settings = self._settings
+        return Meter(settings, settings.excess), _answers(settings), Bucket(settings.peer_work, WORK_AT_ONCE_S)
 
 
 class Holdings:
@@ -148,10 +157,6 @@ class Holdings:
         if not self._of_owner[owner]:
             del self._of_owner[owner]
 
-    def met(self, endpoint: str) -> None:
-        """Note one more endpoint."""
-        self.endpoints[owner_of(endpoint)] += 1
-
     def lost(self, endpoint: str) -> None:
         """Note that an endpoint is not kept any more."""
         self.note(endpoint, 0)
@@ -164,6 +169,42 @@ class Holdings:
         """Assert that these are the keys that are kept."""
         assert self._keys == {endpoint: n for endpoint, n in expected.items() if n}
         assert self.total == sum(expected.values()) == sum(self._of_owner.values())
+
+
+class Refusals:
+    """Counts and tells the refusals of one node. O(1) a call."""
+
+    def __init__(self, domain: Domain, journal: Journal) -> None:
+        self._domain = domain
+        self._journal = journal
+        self._pace = Bucket(1.0, TOLD_AT_ONCE)
+        self._mismatches: LRUCache[tuple[Hashable, str], float] = LRUCache(MAX_MISMATCHES)
+        """When each was last told."""
+
+    def refuse(self, source: object, kind: str, reason: str, now: float) -> Literal[False]:
+        """Count that something from `source`, an address or an endpoint, is of no use; return False."""
+        self._journal.count("rejected", kind)
+        if self._pace.take(1, now):
+            self._journal.tell(DatagramRejected(source, kind, reason))
+        return False
+
+    def foreign(self, source: Hashable, message: Message, now: float) -> Literal[False]:
+        """Count a datagram of another domain, and tell which fields differ, as far as they are known; return False."""
+        self._journal.count("rejected", "domain")
+        theirs = message.domain or {}
+        if not theirs:
+            self._mismatch(source, message, "fingerprint", self._domain.fingerprint.hex(), "unknown", now)
+        for field, ours in self._domain.fields().items():
+            if theirs.get(field, ours) != ours:
+                self._mismatch(source, message, field, ours, theirs[field], now)
+        return False
+
+    def _mismatch(self, source: Hashable, message: Message, field: str, ours: str, theirs: str, now: float) -> None:
+        told = self._mismatches.get((source, field))
+        if told is None or now - told > MISMATCH_TOLD_S:
+            self._mismatches[source, field] = now
+            self._journal.count("domain_mismatch", field)
+            self._journal.tell(DomainMismatch(source, message.sender, field, ours, theirs))
 
 
 def honest_bytes_per_s(settings: GossipSettings) -> float:

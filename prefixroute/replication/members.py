@@ -7,23 +7,22 @@ Rules:
    of the present one that it has not spoken, or another set under its own pair.
 3. An endpoint that leaves speaks a last word, above every heartbeat. The word is passed on until the endpoint would
    have been forgotten.
-4. What others can make a node keep is bounded: endpoints, keys, memories of the forgotten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
 
 from cachetools import LRUCache
 
 from ..events import Journal, PeerChanged, ReplicaChanged
-from ..keys.keyset import NO_KEYS, KeyDelta, Keys
+from ..keys.keyset import NO_KEYS, Keys
 from ..keys.names import owner_of
 from .copies import Copy, Left, Peer
 from .gossip_settings import GossipSettings
 from .limits import Holdings
-from .peers import Peers
-from .tempo import Tempo
+from .peers import Peers, Tempo
 from .wire import LAST_BEAT, Update, VectorEntry
 
 MAX_INCARNATION = 2**63 - 1
@@ -33,21 +32,15 @@ MAX_HEARSAY = 2**62
 MAX_MEMORIES = 4096
 """Endpoints that are remembered after they were forgotten."""
 
+OnUpdate: TypeAlias = Callable[[str, Keys, Keys], None]
+"""Takes every change of a replica's keys: endpoint, added, removed."""
+
 
 class Members:
-    """The copies of all endpoints that one node knows of: every one of them comes and goes here.
-
-    `on_update(endpoint, added, removed)` is called for every change of a replica's keys.
-    """
+    """The copies of all endpoints that one node knows of: every one of them comes and goes here."""
 
     def __init__(
-        self,
-        node: str,
-        settings: GossipSettings,
-        tempo: Tempo,
-        peers: Peers,
-        journal: Journal,
-        on_update: Callable[[str, Keys, Keys], None],
+        self, node: str, settings: GossipSettings, tempo: Tempo, peers: Peers, journal: Journal, on_update: OnUpdate
     ) -> None:
         self.node = node
         self.peers = peers
@@ -60,13 +53,11 @@ class Members:
         self._settings = settings
         self._tempo = tempo
         self._journal = journal
-        self._on_update = on_update
+        self.on_update = on_update
         self._touched: set[str] = set()
         self._lost = False
         self._hearsay = 0
         """Endpoints of nodes that are no peers; counted anew each round."""
-
-    # --- what the node takes -------------------------------------------------------------------------------
 
     def take_touched(self) -> set[str]:
         """Return and forget the endpoints of others whose load, liveness, keys or way there changed."""
@@ -89,8 +80,6 @@ class Members:
             self.forget(endpoint, "removed")
         self._journal.tell(PeerChanged(node, "removed"))
         return True
-
-    # --- copies --------------------------------------------------------------------------------------------
 
     def learn(self, entry: VectorEntry, teller: str, now: float) -> None:
         """Take an entry's news of load and liveness; sets come in updates."""
@@ -147,7 +136,7 @@ class Members:
         self.holdings.lost(endpoint)
         self._gone[endpoint] = copy.beat
         if len(copy.keys):
-            self._on_update(endpoint, NO_KEYS, copy.keys.keys)
+            self.on_update(endpoint, NO_KEYS, copy.keys.keys)
         self._journal.tell(ReplicaChanged(endpoint, "forgotten", reason))
 
     def discard(self, copy: Copy, now: float) -> None:
@@ -166,13 +155,10 @@ class Members:
         left = self.left.pop(endpoint, None)
         if left is not None:
             incarnation = max(incarnation, min(left.incarnation + 1, MAX_INCARNATION))
-        copy = self.copies[endpoint] = Copy(
-            endpoint, True, incarnation, now, url, self._settings.contact, self._settings.zone
-        )
+        settings = self._settings
+        copy = self.copies[endpoint] = Copy(endpoint, True, incarnation, now, url, settings.contact, settings.zone)
         self._tempo.stir(now)
         return copy
-
-    # --- for vectors ---------------------------------------------------------------------------------------
 
     def is_hearsay(self, endpoint: str) -> bool:
         """Whether an endpoint belongs to neither this node nor a peer."""
@@ -203,16 +189,6 @@ class Members:
             return None
         return VectorEntry(entry.endpoint, *gone, age_ms=2**32 - 1)
 
-    # --- for what arrives ----------------------------------------------------------------------------------
-
-    def has_room(self, copy: Copy, n: int) -> bool:
-        """Whether `n` keys of a copy may be kept, among those of its owner and among all."""
-        return self.holdings.fits(copy.endpoint, n)
-
-    def weigh(self, copy: Copy) -> None:
-        """Count what is kept of a copy now, its transfer under way included."""
-        self.holdings.note(copy.endpoint, len(copy.keys) + (copy.assembly.size if copy.assembly is not None else 0))
-
     def placed(self, copy: Copy, update: Update, now: float) -> None:
         """Take the addresses and the zone that a whole update tells; its owner may become a peer."""
         copy.url, copy.contact = update.url or copy.url, update.contact or copy.contact
@@ -221,12 +197,6 @@ class Members:
         self.peers.learn(owner_of(copy.endpoint), copy.contact, now)
         self._touched.add(copy.endpoint)
         self._tempo.stir(now)
-
-    def updated(self, copy: Copy, delta: KeyDelta) -> None:
-        """Pass on that the keys of a copy have changed."""
-        self._on_update(copy.endpoint, *delta)
-
-    # --- time ----------------------------------------------------------------------------------------------
 
     def sweep(self, now: float) -> None:
         """Suspect and forget peers and endpoints that were silent while this node listened. O(endpoints + peers)."""
@@ -249,12 +219,11 @@ class Members:
             del self.left[endpoint]
         self.peers.sweep(owners, now)
 
-    # --- parts ---------------------------------------------------------------------------------------------
-
     def _meet(self, entry: VectorEntry, heard_at: float, now: float) -> Copy | None:
         """Make a copy of an endpoint that was not known; None if it is stale, unwelcome, or one too many."""
         owner = owner_of(entry.endpoint)
-        past = max(self._gone.get(entry.endpoint, (0, -1)), self._last_beat(entry.endpoint))
+        left = self.left.get(entry.endpoint)
+        past = max(self._gone.get(entry.endpoint, (0, -1)), left.beat if left is not None else (0, -1))
         if (entry.incarnation, entry.heartbeat) <= past or now - heard_at > self._settings.forget_after_s:
             return None
         # An endpoint of this node's name that this node does not have was one of a former run.
@@ -267,7 +236,7 @@ class Members:
         ):
             self._journal.count("endpoints_refused")
             return None
-        self.holdings.met(entry.endpoint)
+        self.holdings.endpoints[owner] += 1
         self._hearsay += owner not in self.peers
         self.left.pop(entry.endpoint, None)
         copy = self.copies[entry.endpoint] = Copy(entry.endpoint, False, entry.incarnation, heard_at)
@@ -276,10 +245,6 @@ class Members:
         self._tempo.stir(now)
         self._journal.tell(ReplicaChanged(entry.endpoint, "learnt"))
         return copy
-
-    def _last_beat(self, endpoint: str) -> tuple[int, int]:
-        left = self.left.get(endpoint)
-        return left.beat if left is not None else (0, -1)
 
     def _hear(self, copy: Copy, heartbeat: int, heard_at: float, now: float) -> None:
         """Take the owner's word: it spoke `heartbeat` at `heard_at`."""
@@ -310,7 +275,7 @@ class Members:
         self.holdings.note(copy.endpoint, 0)
         self._tempo.stir(now)
         self._journal.tell(ReplicaChanged(copy.endpoint, "discarded", reason))
-        self._on_update(copy.endpoint, NO_KEYS, lost)
+        self.on_update(copy.endpoint, NO_KEYS, lost)
 
     def _defend(self, copy: Copy, entry: VectorEntry, now: float) -> None:
         """Move an own endpoint past words that its present incarnation has not spoken (rule 2)."""

@@ -10,8 +10,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -22,8 +21,9 @@ from ..keys.domain import Domain
 from .copies import Peer
 from .freshness import Freshness
 from .gossip_settings import GossipSettings
-from .sending import Debt, cut, fits_whole
-from .wire import Kind, Message, VectorEntry, encode, encode_part, overhead_bytes
+from .peers import Peers
+from .transfer import Debt, cut, fits_whole
+from .wire import Kind, Message, Parts, VectorEntry, encode, encode_part, overhead_bytes
 
 
 class Datagram(NamedTuple):
@@ -37,17 +37,10 @@ class Outbox:
     """Encodes the messages of one node, and keeps them until the transport takes them."""
 
     def __init__(
-        self,
-        node: str,
-        domain: Domain,
-        settings: GossipSettings,
-        peers: Mapping[str, Peer],
-        freshness: Freshness,
-        journal: Journal,
+        self, node: str, domain: Domain, settings: GossipSettings, peers: Peers, freshness: Freshness, journal: Journal
     ) -> None:
         self.settings = settings
         self.secret = domain.secret
-        """What signs datagrams."""
         self._node = node
         self._domain = domain
         self._fingerprint = domain.fingerprint
@@ -96,21 +89,14 @@ class Outbox:
         """
         domain, contact = (None, "") if peer.same_domain else (self._domain.fields(), self.settings.contact)
         head = Message(self._node, nonce, echo, True, domain, contact=contact)
-        burst = Burst(kind, head, self.settings.datagram_bytes, self.settings.burst_bytes, partial(self._put, peer))
+        burst = Burst(self, peer, kind, head)
         fitted = burst.tell(vector, whole)
         if debts:
             self._packing.pop((peer.node, kind), None)
             self._packing[peer.node, kind] = self._pack(burst, debts)
         else:
-            burst.end()
+            burst.flush()
         return fitted
-
-    def challenge(self, address: Hashable, head: Message, life: int) -> None:
-        """Send a challenge to the sender of a SYN, which is of this `life`."""
-        head = msgspec.structs.replace(head, sender=self._node)
-        self._keep(
-            address, encode(Kind.SYN_ACK, self._fingerprint, self.secret, head, stamp=self._freshness.stamp(life))
-        )
 
     def _pack(self, burst: Burst, debts: Iterable[Debt]) -> Iterator[None]:
         """Encode what a peer is owed, a datagram at each step."""
@@ -119,15 +105,16 @@ class Outbox:
                 self._journal.count("bursts_cut")
                 break
         else:
-            burst.end()
+            burst.flush()
         if burst.too_long:
             self._journal.count("updates", "too_long", burst.too_long)
 
-    def _put(self, peer: Peer, kind: Kind, head: Message, entries: list[bytes], updates: list[bytes]) -> int:
-        stamp = self._freshness.stamp(peer.life)
-        return self._keep(peer.address, encode(kind, self._fingerprint, self.secret, head, entries, updates, stamp))
-
-    def _keep(self, address: Hashable, data: bytes) -> int:
+    def put(
+        self, address: Hashable, life: int, kind: Kind, head: Message, entries: Parts = (), updates: Parts = ()
+    ) -> int:
+        """Encode a datagram for the receiver's `life`, and keep it for the transport; return its bytes."""
+        stamp = self._freshness.stamp(life)
+        data = encode(kind, self._fingerprint, self.secret, head, entries, updates, stamp)
         self._packed.append(Datagram(address, data))
         self._bytes += len(data)
         self._journal.count("datagrams_sent")
@@ -136,33 +123,25 @@ class Outbox:
 
 
 class Burst:
-    """Packs one message into datagrams. `put(kind, head, entries, updates)` takes a full one and returns its bytes."""
+    """Packs one message to a peer into datagrams of `outbox`."""
 
-    def __init__(
-        self,
-        kind: Kind,
-        head: Message,
-        datagram_bytes: int,
-        burst_bytes: int,
-        put: Callable[[Kind, Message, list[bytes], list[bytes]], int],
-    ) -> None:
+    def __init__(self, outbox: Outbox, peer: Peer, kind: Kind, head: Message) -> None:
+        self._outbox = outbox
+        self._peer = peer
         self._kind = kind
         self._head = head
         self._rest = Message(head.sender, domain=head.domain, contact=head.contact)
+        datagram_bytes = outbox.settings.datagram_bytes
         self._room = datagram_bytes - overhead_bytes(head)
         self._empty = datagram_bytes - overhead_bytes(self._rest)
-        self._left = burst_bytes - datagram_bytes
-        self._put = put
+        self._left = outbox.settings.burst_bytes - datagram_bytes
         self._entries: list[bytes] = []
         self._updates: list[bytes] = []
         self.too_long = 0
         """Updates that no datagram has room for: the owner's names and urls come from a node with larger datagrams."""
 
     def tell(self, vector: Iterable[VectorEntry], whole: int) -> int:
-        """Pack what fits of a vector into the first datagram; return how many entries that is.
-
-        If it is `whole` entries, the vector lists everything that the sender knows, and the message says so.
-        """
+        """Pack what fits of a vector in the first datagram, `complete` if that is `whole` entries; return how many."""
         for entry in vector:
             encoded = encode_part(entry)
             if len(encoded) > self._room:
@@ -186,28 +165,22 @@ class Burst:
                     self.too_long += 1
                     break
                 else:
-                    more = self._flush()
+                    more = self.flush()
                     yield
                     if not more:
                         return False
         return True
 
-    def end(self) -> None:
-        """Send what is packed."""
-        self._flush()
-
     def _waits(self, debt: Debt, lower: int, upper: int) -> bool:
         """Whether a change had better go in the next datagram, because it goes whole there and not here."""
-        packed = self._entries or self._updates
-        return (
-            bool(packed)
-            and not fits_whole(debt, lower, upper, self._room)
-            and fits_whole(debt, lower, upper, self._empty)
-        )
+        if not self._entries and not self._updates:
+            return False
+        return not fits_whole(debt, lower, upper, self._room) and fits_whole(debt, lower, upper, self._empty)
 
-    def _flush(self) -> bool:
+    def flush(self) -> bool:
         """Send what is packed and begin the next datagram; return whether the burst allows one."""
-        self._left -= self._put(self._kind, self._head, self._entries, self._updates)
+        peer = self._peer
+        self._left -= self._outbox.put(peer.address, peer.life, self._kind, self._head, self._entries, self._updates)
         self._kind, self._head, self._room = Kind.ACK, self._rest, self._empty
         self._entries, self._updates = [], []
         return self._left >= 0

@@ -9,19 +9,18 @@ Rules:
    of the body is read.
 2. Every length is bounded by the datagram's own length and by the limits below before anything is allocated.
 3. Any bytes give a value or `DecodeError`; nothing else.
-4. Wire keys travel sorted and Rice-coded, removed ones by rank, cut by key range into parts that fit the budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from enum import IntEnum
 from hashlib import blake2b
 from hmac import compare_digest
 from math import inf
 from operator import attrgetter, itemgetter
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -31,7 +30,8 @@ from ..load import Advert, LoadReport, PushBackState
 
 MAGIC = b"PRT2"
 TAG_BYTES = 16
-HEADER_BYTES = len(MAGIC) + 1 + 8 + TAG_BYTES
+_FRONT_BYTES = len(MAGIC) + 1 + 8
+HEADER_BYTES = _FRONT_BYTES + TAG_BYTES
 MAX_DATAGRAM_BYTES = 65536
 KEY_LIMIT = 1 << WIRE_BITS
 MAX_MISSING = 16
@@ -59,6 +59,10 @@ U64 = int
 U16 = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 Stride = Annotated[int, msgspec.Meta(ge=1, le=STRIDE)]
 Percent = Annotated[int, msgspec.Meta(ge=0, le=100)]
+
+
+Parts: TypeAlias = Sequence[bytes]
+"""Entries or updates that `encode_part` has encoded."""
 
 
 class Kind(IntEnum):
@@ -188,25 +192,21 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 class _Term(NamedTuple):
-    """One term of an advert: its field of `LoadWire`, where the advert has it, and the way there and back.
+    """One term of an advert: where it is, and the way to the wire and back; `read` is None for a value as it is."""
 
-    `read` is None where the value is taken as it is.
-    """
-
-    field: str
     path: str
     tell: Callable[[Any], Any]
     read: Callable[[Any], Any] | None = None
 
 
-def _count(field: str, path: str, most: int) -> _Term:
+def _count(path: str, most: int) -> _Term:
     """A term that is a whole number."""
-    return _Term(field, path, lambda value: min(round(value), most))
+    return _Term(path, lambda value: min(round(value), most))
 
 
-def _scaled(field: str, path: str, most: int, scale: float) -> _Term:
+def _scaled(path: str, most: int, scale: float) -> _Term:
     """A term that travels in units of 1 / `scale`."""
-    return _Term(field, path, lambda value: min(round(value * scale), most), lambda told: told / scale)
+    return _Term(path, lambda value: min(round(value * scale), most), lambda told: told / scale)
 
 
 def _tell_text(text: str) -> str:
@@ -226,21 +226,21 @@ def _read_age(age_ms: int) -> float:
 _MAX_32, _MAX_63 = 2**32 - 1, 2**63 - 1
 
 _TERMS = (
-    _count("running", "report.running", _MAX_32),
-    _count("waiting", "report.waiting", _MAX_32),
-    _count("queued_tokens", "report.queued_tokens", _MAX_63),
-    _scaled("prefill_tokens_per_s", "report.prefill_tokens_per_s", _MAX_32, 1.0),
-    _scaled("overhead_us", "report.overhead_s", _MAX_32, 1e6),
-    _count("capacity_tokens", "report.capacity_tokens", _MAX_63),
-    _scaled("kv_used_percent", "report.kv_used", 100, 100),
-    _Term("state", "state", int, PushBackState),
-    _scaled("ttl_ms", "ttl_s", _MAX_32, 1000),
-    _Term("reason", "report.reason", _tell_text),
-    _count("hit_unit", "hit_unit", _MAX_32),
-    _scaled("confidence_percent", "confidence", 100, 100),
-    _count("held_tokens", "held_tokens", _MAX_63),
-    _Term("eviction_age_ms", "eviction_age_s", _tell_age, _read_age),
-    _scaled("arrivals_per_ks", "arrivals_per_s", _MAX_32, 1000),
+    _count("report.running", _MAX_32),
+    _count("report.waiting", _MAX_32),
+    _count("report.queued_tokens", _MAX_63),
+    _scaled("report.prefill_tokens_per_s", _MAX_32, 1.0),
+    _scaled("report.overhead_s", _MAX_32, 1e6),
+    _count("report.capacity_tokens", _MAX_63),
+    _scaled("report.kv_used", 100, 100),
+    _Term("state", int, PushBackState),
+    _scaled("ttl_s", _MAX_32, 1000),
+    _Term("report.reason", _tell_text),
+    _count("hit_unit", _MAX_32),
+    _scaled("confidence", 100, 100),
+    _count("held_tokens", _MAX_63),
+    _Term("eviction_age_s", _tell_age, _read_age),
+    _scaled("arrivals_per_s", _MAX_32, 1000),
 )
 """All terms, in the order of `LoadWire`. A new one is a row here, and its field in `LoadWire` and in the advert.
 
@@ -282,35 +282,26 @@ def encode(
     fingerprint: bytes,
     secret: bytes,
     head: Message,
-    vector: list[bytes] | None = None,
-    updates: list[bytes] | None = None,
+    vector: Parts = (),
+    updates: Parts = (),
     stamp: Stamp | None = None,
 ) -> bytes:
     """Encode a datagram from `head` and parts that were encoded by `encode_part`; a node stamps each of its own."""
-    fields: list[Any] = [head.sender, head.nonce, head.echo, head.complete, head.domain]
-    fields.append([msgspec.Raw(part) for part in vector or ()])
-    fields.append([msgspec.Raw(part) for part in updates or ()])
-    if head.contact or stamp is not None:
-        fields += [head.contact, *(stamp or ())]
-    body = _encoder.encode(fields)
-    front = MAGIC + bytes([kind]) + fingerprint
+    front, body = MAGIC + bytes([kind]) + fingerprint, _body(head, vector, updates, stamp)
     return front + _tag(secret, front, body) + body
 
 
 def overhead_bytes(head: Message) -> int:
     """Upper bound of what a datagram costs beside its parts."""
-    bare: list[Any] = [
-        head.sender,
-        head.nonce,
-        head.echo,
-        head.complete,
-        head.domain,
-        [],
-        [],
-        head.contact,
-        *_LONGEST_STAMP,
-    ]
-    return HEADER_BYTES + len(_encoder.encode(bare)) + 8
+    return HEADER_BYTES + len(_body(head, (), (), _LONGEST_STAMP)) + 8
+
+
+def _body(head: Message, vector: Parts, updates: Parts, stamp: Stamp | None) -> bytes:
+    fields: list[Any] = [head.sender, head.nonce, head.echo, head.complete, head.domain]
+    fields += [[msgspec.Raw(part) for part in vector], [msgspec.Raw(part) for part in updates]]
+    if head.contact or stamp is not None:
+        fields += [head.contact, *(stamp or ())]
+    return _encoder.encode(fields)
 
 
 def verify(data: bytes, *secrets: bytes) -> int:
@@ -326,8 +317,7 @@ def verify(data: bytes, *secrets: bytes) -> int:
         raise DecodeError("magic", "not a prefixroute datagram")
     if data[:4] != MAGIC:
         raise DecodeError("version", f"wire version {data[3:4]!r}, this is {MAGIC[3:4]!r}")
-    at = HEADER_BYTES - TAG_BYTES
-    front, tag, body = data[:at], data[at:HEADER_BYTES], data[HEADER_BYTES:]
+    front, tag, body = data[:_FRONT_BYTES], data[_FRONT_BYTES:HEADER_BYTES], data[HEADER_BYTES:]
     for signed, secret in enumerate(secrets):
         if compare_digest(tag, _tag(secret, front, body)):
             return signed
@@ -341,17 +331,15 @@ def decode(data: bytes, *secrets: bytes) -> Envelope:
     compare `Envelope.fingerprint`.
     """
     signed = verify(data, *secrets)
-    at = HEADER_BYTES - TAG_BYTES
-    front, body = data[:at], data[HEADER_BYTES:]
     try:
-        kind = Kind(front[4])
+        kind = Kind(data[4])
     except ValueError:
-        raise DecodeError("kind", f"unknown datagram kind {front[4]}") from None
+        raise DecodeError("kind", f"unknown datagram kind {data[4]}") from None
     try:
-        message = _decoder.decode(body)
+        message = _decoder.decode(data[HEADER_BYTES:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError("malformed", str(error)) from None
-    return Envelope(kind, front[5:13], message, signed)
+    return Envelope(kind, data[5:_FRONT_BYTES], message, signed)
 
 
 def _tag(secret: bytes, front: bytes, body: bytes) -> bytes:

@@ -2,13 +2,14 @@
 
 Each version differs from the one before it by a `Change`. A set keeps its last changes in a log, so that it can make
 the net change between any two versions that the log reaches, for receivers at any of them. Which change applies to
-which copy is decided by the table in `acceptance`.
+which copy is decided by the table in `receiving`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import reduce
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -83,18 +84,6 @@ class WriterSet:
     an older state is frozen for a transfer, and `LOG_BYTES` for the log.
     """
 
-    __slots__ = (
-        "_begun_at",
-        "_changes",
-        "_checksum",
-        "_frozen",
-        "_log",
-        "_log_bytes",
-        "anchor_stride",
-        "keys",
-        "version",
-    )
-
     def __init__(self) -> None:
         self.keys: Keys = NO_KEYS
         self.version = 0
@@ -109,11 +98,6 @@ class WriterSet:
 
     def __len__(self) -> int:
         return len(self.keys)
-
-    def tolist(self) -> list[int]:
-        """Return the keys as Python ints."""
-        keys: list[int] = self.keys.tolist()
-        return keys
 
     @property
     def checksum(self) -> int:
@@ -205,14 +189,10 @@ class WriterSet:
         steps = self._steps(since, until)
         if not steps:
             return None
-        keys, later = self.keys, self._steps(since, self.version)
-
-        def base() -> Base:
-            return Base(keys, _net(later))
-
-        first, last = steps[0], steps[-1]
+        keys, later, last = self.keys, self._steps(since, self.version), steps[-1]
         codes = last.codes if len(steps) == 1 else []
-        return Change(since, until, _net(steps), last.checksum, last.anchor_stride, first.n_base, base, codes)
+        stated = (last.checksum, last.anchor_stride, steps[0].n_base)
+        return Change(since, until, _net(steps), *stated, lambda: Base(keys, _net(later)), codes)
 
     def _steps(self, since: int, until: int) -> list[Change]:
         """The steps of the log that lead from one version to another; none if the log does not hold them all."""
@@ -225,12 +205,8 @@ class WriterSet:
         The frozen state is kept as long as the log leads from it to the present: a receiver that has all of it then
         catches up by a delta. The snapshot is of a version later than `after`, which the receiver has already.
         """
-        frozen = self._frozen
-        if (
-            frozen is not None
-            and frozen.version > after
-            and (frozen.version == self.version or (self._log and self._log[0].since <= frozen.version))
-        ):
+        frozen, reached = self._frozen, self._log[0].since if self._log else self.version
+        if frozen is not None and frozen.version > after and frozen.version >= reached:
             return frozen
         return self._freeze(self.version, self.keys, self._checksum, self.anchor_stride)
 
@@ -245,11 +221,9 @@ class WriterSet:
         if version == self.version:
             return self.snapshot(version - 1)
         steps = self._steps(version, self.version)
-        if not steps:
-            return None
+        # A log that begins at this version does not say at which stride it was published.
         anchor_stride = next((step.anchor_stride for step in self._log if step.version == version), None)
-        if anchor_stride is None:
-            # The log begins at this version, and does not say at which stride it was published.
+        if not steps or anchor_stride is None:
             return None
         keys = _net(steps).reversed().applied(self.keys)
         return self._freeze(version, keys, checksum(keys), anchor_stride)
@@ -270,8 +244,6 @@ class WriterSet:
 
 class OwnedSet(WriterSet):
     """The owner's side: changes gather until they are published as the next version."""
-
-    __slots__ = ("_folded", "_pending", "_published_at", "stride")
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,7 +298,4 @@ class OwnedSet(WriterSet):
 
 def _net(steps: list[Change]) -> KeyDelta:
     """The net change of successive steps."""
-    net = steps[0].delta if steps else NO_CHANGE
-    for step in steps[1:]:
-        net = net.then(step.delta)
-    return net
+    return reduce(KeyDelta.then, [step.delta for step in steps] or [NO_CHANGE])

@@ -50,7 +50,7 @@ class World:
         """A replica's set becomes this one."""
         self.table.begin(now)
         copy = self.copies[name]
-        before = set(copy.keys.tolist())
+        before = set(copy.keys.keys.tolist())
         copy.keys.replace(copy.keys.version + 1, array(keys))
         self.table.replica_changed(name, array(keys - before), array(before - keys))
         self.table.feed.go_on()

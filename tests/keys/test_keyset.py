@@ -67,7 +67,7 @@ def test_what_is_pending_is_the_same_however_it_is_kept(states: list[tuple[set[i
             held = keys
             if publishes:
                 owned.publish()
-                assert set(owned.tolist()) == held
+                assert set(owned.keys.tolist()) == held
             assert owned.pending() == held
         owned.publish()
         assert not owned.publish() and not owned.due(0.02, 0.0, 1e9)

@@ -36,7 +36,7 @@ from prefixroute import (
 )
 from prefixroute.keys.keyset import checksum
 from prefixroute.keys.rice import decode_sorted, encode_sorted
-from prefixroute.replication.assembly import Assembly, decode_keys
+from prefixroute.replication.transfer import Assembly, decode_keys
 from prefixroute.replication.wire import (
     HEADER_BYTES,
     KEY_LIMIT,

@@ -17,13 +17,13 @@ from prefixroute.keys.keyset import checksum
 from prefixroute.keys.rice import encode_sorted
 from prefixroute.replication.limits import (
     MAX_SOURCES,
+    TOLD_AT_ONCE,
     Bucket,
     Holdings,
     Limits,
     honest_bytes_per_s,
     honest_datagrams_per_s,
 )
-from prefixroute.replication.refusals import TOLD_AT_ONCE
 from prefixroute.replication.wire import KEY_LIMIT, Kind, Update, VectorEntry
 
 SETTINGS = NodeSettings()

@@ -325,7 +325,7 @@ def test_two_lives_under_one_pair_are_told_apart_without_a_change() -> None:
 def test_a_damaged_replica_is_noticed_without_a_change() -> None:
     net = fleet(3)
     copy = copies(net.nodes["n1"])["n0/0"]
-    net.nodes["n1"]._table.index.update("n0/0", (), copy.keys.tolist())
+    net.nodes["n1"]._table.index.update("n0/0", (), copy.keys.keys.tolist())
     copy.keys.replace(copy.keys.version, NO_KEYS)
     net.overlook("n1", "n0/0")
     assert net.settle(5) < 3.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -12,8 +13,7 @@ from transfers import LIFE, Case, debt_of, decoded, delta_of, keys, offered, par
 
 from prefixroute.keys.keyset import NO_KEYS, Delta, KeyDelta
 from prefixroute.keys.rice import encoded_bytes
-from prefixroute.replication.assembly import Assembly
-from prefixroute.replication.sending import EVERYTHING, MAX_STEPS, SKIPPED_S, Owed, cut, owed, size_bytes
+from prefixroute.replication.transfer import EVERYTHING, MAX_STEPS, SKIPPED_S, Assembly, Ranges, cut, owed, size_bytes
 from prefixroute.replication.wire import KEY_LIMIT, VectorEntry, Want
 from prefixroute.replication.writer_set import LOG_BYTES, Change, OwnedSet, WriterSet
 
@@ -28,10 +28,17 @@ def grown(versions: int, each: int = 10, anchor_stride: int = 1) -> WriterSet:
     return held
 
 
+class Owed(NamedTuple):
+    """A change that brings a receiver up to date, and the ranges of it that are owed."""
+
+    change: Change
+    ranges: Ranges
+
+
 def due(held: WriterSet, incarnation: int, sender: VectorEntry, now: float = 100.0) -> Owed:
     """The one change that is owed by a holder that has something for the sender."""
     (found,) = owed(held, incarnation, sender, now)
-    return found
+    return Owed(*found)
 
 
 def entry(version: int, incarnation: int = LIFE, want: Want | None = None) -> VectorEntry:
@@ -95,7 +102,7 @@ def test_who_is_at_a_version_that_was_just_skipped_is_left_to_others(way: str) -
     # Where it knows the version, or the sender has nothing, there is nobody to leave it to.
     if way != "life":
         assert due(held, LIFE, entry(5), 50.5).change.since == 5
-        assert [step.change.since for step in owed(held, LIFE, entry(2), 50.5)] == [2, 5]
+        assert [change.since for change, _ in owed(held, LIFE, entry(2), 50.5)] == [2, 5]
     assert due(held, LIFE, entry(0), 50.0).change.since == 0
     assert due(held, LIFE, entry(3, LIFE - 1), 50.0).change.since == 0
     wanted = Want(LIFE, 0, 6, [(7, 9)])
@@ -170,11 +177,11 @@ def test_a_snapshot_that_another_holder_began_is_made_again_from_the_log(version
     rng = random.Random(version)
     held, states = grown(1, 100), dict[int, tuple[list[int], int, int]]()
     for at in range(2, 10):
-        gone = rng.sample(held.tolist(), 7)
+        gone = rng.sample(held.keys.tolist(), 7)
         held.advance(
             at, KeyDelta(keys(*sorted(rng.sample(range(10**6, 10**7), 5))), keys(*sorted(gone))), 2 ** (at % 3)
         )
-        states[at] = (held.tolist(), held.checksum, held.anchor_stride)
+        states[at] = (held.keys.tolist(), held.checksum, held.anchor_stride)
     change, ranges = due(held, LIFE, entry(0, want=Want(LIFE, 0, version, [(44, KEY_LIMIT)])))
     assert (change.since, change.version, ranges) == (0, version, ((44, KEY_LIMIT),))
     assert (change.delta.added.tolist(), change.checksum, change.anchor_stride) == states[version]
@@ -199,9 +206,9 @@ def test_a_transfer_that_cannot_be_served_gives_way_to_what_is_due(versions: tup
 def test_the_anchor_stride_travels_with_delta_and_snapshot(since: int) -> None:
     held = grown(4, 200)
     held.advance(5, KeyDelta(keys(9000), keys(3)), 4)
-    change, _ = due(held, LIFE, entry(since)) if not since else Owed(held.change(since, 5) or held.snapshot())
+    change, _ = due(held, LIFE, entry(since)) if not since else (held.change(since, 5) or held.snapshot(), EVERYTHING)
     assert (change.since, change.anchor_stride) == (since, 4)
-    case = Case(change, set(range(600)) if since else set(), set(held.tolist()))
+    case = Case(change, set(range(600)) if since else set(), set(held.keys.tolist()))
     parts = parts_of(case, [300])
     assert [part.anchor_stride for part in parts] == [4] * len(parts)
     assembly = Assembly(parts[0], 0.0)

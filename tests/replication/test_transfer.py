@@ -30,8 +30,14 @@ from transfers import (
 from prefixroute import DecodeError
 from prefixroute.keys.keyset import NO_KEYS, KeyDelta
 from prefixroute.keys.rice import encode_sorted
-from prefixroute.replication.assembly import PART_KEYS, decode_keys
-from prefixroute.replication.sending import LEAST_KEY_BYTES, UPDATE_OVERHEAD_BYTES, cut, least_room
+from prefixroute.replication.transfer import (
+    LEAST_KEY_BYTES,
+    PART_KEYS,
+    UPDATE_OVERHEAD_BYTES,
+    cut,
+    decode_keys,
+    least_room,
+)
 from prefixroute.replication.wire import KEY_LIMIT, MAX_MISSING, Update, Want, encode_part
 
 QUICK = settings(derandomize=True, deadline=None, max_examples=120)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixroute import Datagram, Node, NodeSettings
-from prefixroute.replication.acceptance import Verdict, judge
+from prefixroute.replication.receiving import Verdict, judge
 from prefixroute.sim import InvariantError, Link, Network
 from prefixroute.sim.replication.quiet import settle
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from prefixroute.replication import assembly, copies, gossip, members, outbox, receiving, tempo, writer_set
-from prefixroute.replication.acceptance import TABLE, Order, Reach, Verdict
+from prefixroute.replication import copies, gossip, members, outbox, peers, receiving, transfer, writer_set
+from prefixroute.replication.receiving import TABLE, Order, Reach, Verdict
 from prefixroute.sim.replication.schedule import Schedule, generate, parse, play
 
 SCHEDULES, STEPS = 100, 50
@@ -90,7 +90,7 @@ def publish_in_place(self: writer_set.OwnedSet, now: float = 0.0) -> bool:
     return done
 
 
-def stand_still(self: tempo.Tempo, n_peers: int, now: float) -> None:
+def stand_still(self: peers.Tempo, n_peers: int, now: float) -> None:
     self.next_at = now
 
 
@@ -185,8 +185,8 @@ MUTATIONS = [
     Mutation("bursts are too long", [(gossip.Gossip, "__init__", with_more_burst)], {"budget"}, {"store": 60}),
     Mutation("hearsay is news, and the forgotten come back", NO_MEMORY + NO_AGES, {"quiet"}),
     Mutation("a version is used twice", [(writer_set.OwnedSet, "publish", publish_in_place)], {"monotonic"}),
-    Mutation("a transfer ends early", [(assembly.Assembly, "missing", lambda *arguments: [])], {"checksum", "quiet"}),
-    Mutation("a timer stands still", [(tempo.Tempo, "went", stand_still)], {"timer"}),
+    Mutation("a transfer ends early", [(transfer.Assembly, "missing", lambda *arguments: [])], {"checksum", "quiet"}),
+    Mutation("a timer stands still", [(peers.Tempo, "went", stand_still)], {"timer"}),
     Mutation("an update raises", [(receiving, "decode_keys", raise_something)], {"exception"}),
 ]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from prefixroute import NodeSettings, ReplicaChanged, UsageError, cli
-from prefixroute.replication.acceptance import TABLE, Order, Reach, Verdict
+from prefixroute.replication.receiving import TABLE, Order, Reach, Verdict
 from prefixroute.sim import CALM, Engine, InvariantError, Link, LogNormal, Network, Schedule, Step, Violation, generate
 from prefixroute.sim.replication import command
 from prefixroute.sim.replication.actions import ACTIONS

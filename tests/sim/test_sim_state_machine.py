@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from prefixroute import Node, NodeSettings
-from prefixroute.replication.acceptance import TABLE, Order, Reach, Verdict
+from prefixroute.replication.receiving import TABLE, Order, Reach, Verdict
 from prefixroute.sim import DOMAIN, Engine, InvariantError, Oracle
 
 NAMES = ("n0", "n1", "n2", "n3")

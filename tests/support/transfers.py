@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from prefixroute.keys.keyset import KeyDelta, Keys, checksum
 from prefixroute.keys.rice import encode_sorted
-from prefixroute.replication.assembly import Assembly, decode_keys
-from prefixroute.replication.sending import EVERYTHING, Debt, cut
+from prefixroute.replication.transfer import EVERYTHING, Assembly, Debt, cut, decode_keys
 from prefixroute.replication.wire import KEY_LIMIT, Update
 from prefixroute.replication.writer_set import Change, WriterSet
 
