@@ -43,8 +43,7 @@ from .replication.gossip import Gossip
 from .replication.members import MAX_HEARSAY
 from .replication.outbox import Datagram
 from .residency.mirror import Residency
-from .routing.decision import Decision, Outcome
-from .routing.explain import Explanation
+from .routing.decision import Decision, Explanation, Outcome
 from .routing.fleet import Fleet
 from .routing.flights import Flight, FlightBounds, Flights, Hooks
 from .routing.router import Router

@@ -103,59 +103,6 @@ class Candidate(NamedTuple):
         return self.arrivals_per_s * self.prefill_s * self.prefill_s / 2
 
 
-def weighed(
-    endpoint: str,
-    local: bool,
-    prompt_tokens: int,
-    depth: int,
-    matched_tokens: int,
-    confidence: float,
-    rtt_s: float,
-    wait_s: float,
-    overhead_s: float,
-    tokens_per_s: float,
-    state: PushBackState,
-    age_s: float,
-    queued: int,
-    room_tokens: float,
-    eviction_age_s: float,
-    predicted: bool,
-    arrivals_per_s: float,
-    zone: str,
-) -> Candidate:
-    """Make a candidate of what is known of an endpoint; prefill and cost follow from its rate, `tokens_per_s`.
-
-    Every candidate is made here, and without the constructor of named tuples, which takes twice as long.
-    """
-    prefill_s = (prompt_tokens - confidence * matched_tokens) / tokens_per_s
-    return tuple.__new__(
-        Candidate,
-        (
-            endpoint,
-            local,
-            prompt_tokens,
-            depth,
-            matched_tokens,
-            confidence,
-            rtt_s,
-            wait_s,
-            overhead_s,
-            prefill_s,
-            rtt_s + wait_s + overhead_s + prefill_s,  # cost_s
-            state,
-            age_s,
-            1 / tokens_per_s,  # s_per_token
-            queued,
-            room_tokens,
-            eviction_age_s,
-            predicted,
-            arrivals_per_s,
-            zone,
-            None,  # withheld
-        ),
-    )
-
-
 class Withheld(NamedTuple):
     """Why an endpoint was passed over: the saving that its zone's rule asks for (infinite: never), and its own.
 

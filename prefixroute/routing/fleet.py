@@ -19,8 +19,7 @@ from math import inf
 
 from ..keys.names import owner_of
 from ..load import PushBackState
-from .ledger import Send
-from .pace import Pace
+from .ledger import Pace, Send
 from .standing import DEFAULT_RTT_S, LocalStanding, PeerStanding, Standing
 from .trust import Suspension
 from .zones import Gate
@@ -72,7 +71,7 @@ class Fleet:
             mirrored = max(0, len(self._owners) - 2) * min(work_s, self._typical_s)
             standing.queue.sent(ticket, tuple.__new__(Send, (now + standing.rtt_s / 2, work_s + mirrored)))
         elif isinstance(standing, LocalStanding):
-            standing.arrived(now)
+            standing.arrivals.arrived(now)
         self.rank(standing, now)
 
     def release(self, standing: Standing, ticket: int, now: float) -> bool:

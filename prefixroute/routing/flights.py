@@ -275,8 +275,10 @@ class Flights:
             standing.accuracy = standing.accuracy.and_one(weighed.matched_tokens, cached, unit)
             if outcome.ttft_s is not None and isinstance(standing, PeerStanding):
                 work_s = (weighed.prompt_tokens - cached) * weighed.s_per_token
-                told_s = weighed.rtt_s + weighed.wait_s - standing.excess_s(flight.sent_at) + weighed.overhead_s
-                standing.surprised(outcome.ttft_s, told_s + work_s, now)
+                told_s = (
+                    weighed.rtt_s + weighed.wait_s - standing.lateness.excess_s(flight.sent_at) + weighed.overhead_s
+                )
+                standing.lateness.surprised(outcome.ttft_s, told_s + work_s, now)
         self._hooks.served(flight, standing, outcome, now)
 
     def _compare_hit(self, flight: Flight, standing: Standing, cached_tokens: int | None, now: float) -> None:
@@ -296,10 +298,10 @@ class Flights:
         weighed, budget_s = flight.weighed, flight.decision.budget_s
         standing.refresh(now)
         held = weighed.matched_tokens if held_tokens is None else held_tokens
-        told_s = standing.told_s(weighed.prompt_tokens - held)
+        told_s = standing.queue.reported_s + standing.overhead_s + (weighed.prompt_tokens - held) / standing.rate
         if not told_s < budget_s < inf:
             return
-        standing.surprised(budget_s, told_s, now)
+        standing.lateness.surprised(budget_s, told_s, now)
         standing.lateness.declines += 1
         if standing.lateness.declines > MAX_DECLINES:
             self._judge_failure(flight, standing, "it declines what it would serve in time by its own word", now)

@@ -126,11 +126,25 @@ class Misses:
 class Lateness:
     """First tokens in a row that came much later than told, and prompts in a row handed back though in time."""
 
-    __slots__ = ("declines", "in_row")
+    __slots__ = ("_at", "declines", "in_row", "late_s")
 
     def __init__(self) -> None:
         self.in_row = 0
         self.declines = 0
+        self.late_s = 0.0
+        """Seconds by which first tokens came later than told, smoothed; below 0: earlier."""
+        self._at = 0.0
+
+    def excess_s(self, now: float) -> float:
+        """Return the seconds by which first tokens came later than told, lately; it fades, so a peer is tried again."""
+        # Early ones weigh against late ones, but a peer is not taken for faster than it says.
+        return self.late_s * exp((self._at - now) / self.fades_s) if self.late_s > 0 else 0.0
+
+    def surprised(self, ttft_s: float, told_s: float, now: float) -> None:
+        """Learn from a first token that came after `ttft_s` seconds and was told for `told_s`."""
+        self.late_s = self.excess_s(now) or self.late_s
+        self.late_s += self.weight(ttft_s, told_s) * (ttft_s - told_s - self.late_s)
+        self._at = now
 
     def weight(self, ttft_s: float, told_s: float) -> float:
         """Note a first token that came after `ttft_s` seconds and was told for `told_s`; return its weight."""

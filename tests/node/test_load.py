@@ -16,8 +16,7 @@ from prefixroute import LoadReport, PushBackSettings, PushBackState, UsageError
 from prefixroute.endpoint.push_back import PushBack
 from prefixroute.load import Advert
 from prefixroute.replication.wire import LoadWire, load_from_wire, load_to_wire
-from prefixroute.routing.ledger import ARRIVALS_S, ArrivalRate, Ledger
-from prefixroute.routing.pace import RateEstimate
+from prefixroute.routing.ledger import ARRIVALS_S, ArrivalRate, Ledger, RateEstimate
 from prefixroute.routing.trust import Suspension
 
 exact = settings(derandomize=True, deadline=None, max_examples=150)
