@@ -1,17 +1,9 @@
 """What `Node.route` returns and what the caller reports back: plain data.
 
-| outcome | what it says of the target | what follows |
-|---|---|---|
-| served | it is there; its hit and its first token are compared with what was expected | nothing |
-| declined | it is there, and would take longer than the budget | the prompt is decided anew, once |
-| refused | it is there, and takes nothing for a while | the next fallback |
-| failed, timed out | forwards to it are suspended | the next fallback |
-| cancelled | nothing | nothing |
-
 Rules:
-1. A decision names its target, the fallbacks in order, the expected gain and the reason, and keeps every candidate that
-   was weighed, so that it can explain itself later.
-2. An outcome is reported once for each attempt; late, repeated and missing reports are harmless.
+1. A decision keeps every candidate that was weighed, so that it can explain itself later: every term of each, as a
+   table or as plain values.
+2. An outcome is reported once for each attempt. What follows from each kind is in `flights`.
 """
 
 from __future__ import annotations
@@ -123,10 +115,7 @@ class Decision(NamedTuple):
 
     def candidate(self, endpoint: str) -> Candidate | None:
         """Return what an endpoint was weighed at; None if it was not. O(candidates), of which there are a handful."""
-        for weighed in self.candidates:
-            if weighed.endpoint == endpoint:
-                return weighed
-        return None
+        return next((weighed for weighed in self.candidates if weighed.endpoint == endpoint), None)
 
 
 def decided(
@@ -141,31 +130,16 @@ def decided(
     zone: str,
     excluded: tuple[Candidate, ...],
 ) -> Decision:
-    """Make the decision for `best`; `origin_s` is the least cost of another candidate that is local, else infinite.
+    """Make the decision for `best`; `origin_s` is the least cost of another candidate that is local, else infinite."""
+    local, cost_s, declined = best.local, best.cost_s, False
+    saving_s = 0.0 if local or not cost_s < origin_s < inf else origin_s - cost_s
+    # In the order of the fields, without the constructor of named tuples, which takes twice as long.
+    target = (ticket, best.endpoint, local, url, fallbacks, best.prompt_tokens, best.matched_tokens, cost_s, saving_s)
+    why = (reason, candidates, inf if local else budget_s, declined, zone, excluded)
+    return tuple.__new__(Decision, target + why)
 
-    Every decision is made here, and without the constructor of named tuples, which takes twice as long.
-    """
-    local, cost_s = best.local, best.cost_s
-    return tuple.__new__(
-        Decision,
-        (
-            ticket,  # id
-            best.endpoint,  # target
-            local,
-            url,
-            fallbacks,
-            best.prompt_tokens,
-            best.matched_tokens,
-            cost_s,  # expected_ttft_s
-            0.0 if local or not cost_s < origin_s < inf else origin_s - cost_s,  # expected_saving_s
-            reason,
-            candidates,
-            inf if local else budget_s,
-            False,  # declined
-            zone,
-            excluded,
-        ),
-    )
+
+_AS_THEY_ARE = ("target", "local", "url", "reason", "prompt_tokens", "matched_tokens")
 
 
 class Explanation(NamedTuple):
@@ -178,12 +152,7 @@ class Explanation(NamedTuple):
         d = self.decision
         return {
             "decision": d.id,
-            "target": d.target,
-            "local": d.local,
-            "url": d.url,
-            "reason": d.reason,
-            "prompt_tokens": d.prompt_tokens,
-            "matched_tokens": d.matched_tokens,
+            **{name: getattr(d, name) for name in _AS_THEY_ARE},
             "expected_ttft_ms": _ms(d.expected_ttft_s),
             "expected_saving_ms": _ms(d.expected_saving_s),
             "budget_ms": None if d.budget_s == inf else _ms(d.budget_s),
@@ -222,11 +191,7 @@ class Explanation(NamedTuple):
             "local": c.local,
             "matched_tokens": c.matched_tokens,
             "confidence": round(c.confidence, 3),
-            "rtt_ms": _ms(c.rtt_s),
-            "wait_ms": _ms(c.wait_s),
-            "overhead_ms": _ms(c.overhead_s),
-            "prefill_ms": _ms(c.prefill_s),
-            "cost_ms": _ms(c.cost_s),
+            **{f"{term}_ms": _ms(getattr(c, f"{term}_s")) for term in ("rtt", "wait", "overhead", "prefill", "cost")},
             "push_back": c.state.name.lower(),
             "age_ms": _ms(c.age_s),
             "queued": c.queued,

@@ -36,7 +36,7 @@ class Fleet:
 
     def __init__(self, rng: random.Random, gate: Gate | None = None) -> None:
         self._rng = rng
-        self._gate = gate
+        self.gate = gate
         self._ranking: list[tuple[float, float, int]] = []
         self.standings: dict[str, Standing] = {}
         self.by_bit: dict[int, Standing] = {}
@@ -121,8 +121,8 @@ class Fleet:
         standing.refresh(now)
         bit, state = standing.bit, standing.state
         out = state is PushBackState.REFUSING or standing.suspension.blocks(now) or standing.copy.suspected
-        if self._gate is not None and not standing.local:
-            needs = standing.needs_s = self._gate.needs_s(standing.zone)
+        if self.gate is not None and not standing.local:
+            needs = standing.needs_s = self.gate.needs_s(standing.zone)
             self.guarded = self.guarded | bit if 0 < needs < inf else self.guarded & ~bit
             self.barred = self.barred | bit if needs == inf and not out else self.barred & ~bit
             out = out or needs == inf

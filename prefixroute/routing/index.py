@@ -125,9 +125,9 @@ class MergedIndex:
             masks[key] = alone if mask is None else mask | bit
         self.sparse = get(_SPARSE, 0)
 
-    def stride(self, bit: int) -> int:
-        """Return the anchor stride of the endpoint with this bit."""
-        return next((anchor_stride for anchor_stride, mask in self._strides if mask & bit), 1)
+    def stride(self, mask: int) -> int:
+        """Return the widest anchor stride among the endpoints of a mask."""
+        return next((anchor_stride for anchor_stride, endpoints in self._strides if endpoints & mask), 1)
 
     def set_stride(self, endpoint: str, anchor_stride: int) -> None:
         """Say which anchor stride an endpoint's keys have; 1, as after `join`, is every block.
@@ -219,11 +219,12 @@ class MergedIndex:
 
     def _merged(self, strata: list[Stratum], chain: TokenChain, keep: int, others: int) -> list[Stratum]:
         """Return the deepest `keep` of these strata and those of the endpoints `others`, which are of another kind."""
-        if others:
-            for stratum in self.search(chain, keep, others):
-                _add(strata, stratum.depth, stratum.mask)
-            strata.sort(key=_depth_of, reverse=True)
-        return strata[:keep]
+        if not others:
+            return strata[:keep]
+        masks = dict(strata)
+        for depth, mask in self.search(chain, keep, others):
+            masks[depth] = masks.get(depth, 0) | mask
+        return [Stratum(depth, masks[depth]) for depth in sorted(masks, reverse=True)[:keep]]
 
     # --- sparse endpoints ----------------------------------------------------------------------------------
 
@@ -269,7 +270,7 @@ class MergedIndex:
         while brackets and len(strata) < keep:
             lower, above, upper, below = brackets.pop()
             landed = above & ~below
-            anchor_stride = self._widest(landed)
+            anchor_stride = self.stride(landed)
             if upper - lower == anchor_stride:
                 self._try_ends(chain, lower, landed, anchor_stride, strata)
                 continue
@@ -292,10 +293,6 @@ class MergedIndex:
                     return
         strata.append(Stratum(lower, landed))
 
-    def _widest(self, mask: int) -> int:
-        """The widest stride among coarse endpoints."""
-        return next(anchor_stride for anchor_stride, endpoints in self._strides if endpoints & mask)
-
     def keys_of(self, bit: int) -> set[int]:
         """Return the wire keys that have this bit. O(all keys): for checks."""
         return {key for key, mask in self._masks.items() if mask & bit}
@@ -313,15 +310,3 @@ class MergedIndex:
             for name in self.names(mask):
                 found[name].add(key)
         assert found == expected
-
-
-def _depth_of(stratum: Stratum) -> int:
-    return stratum.depth
-
-
-def _add(strata: list[Stratum], depth: int, mask: int) -> None:
-    for i, stratum in enumerate(strata):
-        if stratum.depth == depth:
-            strata[i] = Stratum(depth, stratum.mask | mask)
-            return
-    strata.append(Stratum(depth, mask))

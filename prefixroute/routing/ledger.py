@@ -32,11 +32,6 @@ LEAST_SAMPLES = 4
 """Below so many an estimate says nothing."""
 
 
-class _Booking(NamedTuple):
-    work_s: float
-    expires_at: float
-
-
 class Ledger:
     """Work that this node booked on one endpoint and that has not reached its first token: a queue drained at rate 1.
 
@@ -47,8 +42,8 @@ class Ledger:
     __slots__ = ("_head_at", "_work_s", "open")
 
     def __init__(self) -> None:
-        self.open: dict[int, _Booking] = {}
-        """What is booked, by ticket, the oldest first. To be read only."""
+        self.open: dict[int, tuple[float, float]] = {}
+        """Seconds of work, and when they expire, by ticket, the oldest first. To be read only."""
         self._work_s = 0.0
         self._head_at = 0.0
 
@@ -61,7 +56,7 @@ class Ledger:
             self._head_at = now
         elif ticket in self.open:
             self.release(ticket, now)
-        self.open[ticket] = tuple.__new__(_Booking, (work_s, expires_at))
+        self.open[ticket] = (work_s, expires_at)
         self._work_s += work_s
 
     def release(self, ticket: int, now: float) -> bool:
@@ -71,25 +66,25 @@ class Ledger:
         if ticket == next(iter(self.open)):
             # Prefill is serial: the one that ends hands over to the next. One that leaves from behind changes nothing.
             self._head_at = now
-        booking = self.open.pop(ticket)
-        self._work_s = self._work_s - booking.work_s if self.open else 0.0
+        work_s, _ = self.open.pop(ticket)
+        self._work_s = self._work_s - work_s if self.open else 0.0
         return True
 
     def wait_s(self, now: float) -> float:
         """Seconds until the endpoint is through with what is booked, the oldest one's progress counted."""
         while self.open:
             first = next(iter(self.open))
-            head = self.open[first]
-            if now < head.expires_at:
+            work_s, expires_at = self.open[first]
+            if now < expires_at:
                 done = now - self._head_at
-                done = 0.0 if done < 0 else done if done < head.work_s else head.work_s
+                done = 0.0 if done < 0 else done if done < work_s else work_s
                 return self._work_s - done if done < self._work_s else 0.0
             self.release(first, now)
         return 0.0
 
     def _check(self) -> None:
         """Assert that the sum of the work is that of the bookings. O(bookings)."""
-        assert abs(self._work_s - sum(booking.work_s for booking in self.open.values())) < 1e-6
+        assert abs(self._work_s - sum(work_s for work_s, _ in self.open.values())) < 1e-6
         assert self.open or self._work_s == 0.0
 
 

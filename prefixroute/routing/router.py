@@ -21,7 +21,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from math import inf
-from operator import attrgetter
 
 from ..errors import UsageError
 from ..keys.chain import TokenChain
@@ -39,25 +38,15 @@ MAX_FALLBACKS = 3
 MAX_LOCAL = 64
 """Local endpoints weighed: more ranks than one node serves."""
 
-_COST = attrgetter("cost_s")
 _NOBODY: tuple[Candidate, ...] = ()
 
 
 class Router:
     """Decides. It books nothing and remembers nothing of a prompt, but reads what `Flights` writes."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        index: MergedIndex,
-        fleet: Fleet,
-        block_tokens: int,
-        rng: random.Random,
-        gate: Gate | None = None,
-    ) -> None:
+    def __init__(self, policy: Policy, index: MergedIndex, fleet: Fleet, block_tokens: int, rng: random.Random) -> None:
         self.index = index
         self.fleet = fleet
-        self.gate = gate
         self.block_tokens = block_tokens
         self.predictions = Predictions()
         self._policy = policy
@@ -77,7 +66,7 @@ class Router:
             others = [c for c in candidates if c.endpoint != without]
             candidates, reserve = (others, reserve) if others else (reserve or candidates, [])
         # 4. Set apart what the rules for zones hold back.
-        gate, withheld = (None if forwarded else self.gate), _NOBODY
+        gate, withheld = (None if forwarded else self.fleet.gate), _NOBODY
         if gate is not None:
             candidates, withheld = self._sift(candidates, gate)
         # 5. Let the policy choose.
@@ -125,10 +114,8 @@ class Router:
             bit = standing.bit
             weighed = standing.weigh(depth, n_tokens, block, now, bit & predicted != 0)
             (candidates if bit & eligible else reserve).append(weighed)
-        if candidates:
-            return candidates, reserve
-        if reserve:
-            return reserve, []
+        if candidates or reserve:
+            return (candidates, reserve) if candidates else (reserve, [])
         if forwarded:
             raise UsageError("a forwarded request is served where it arrives, and this node has no endpoint of its own")
         return self._last_resort(n_tokens, block, now), []
@@ -155,20 +142,13 @@ class Router:
         unseen, most = within, 2
         for depth, mask in strata:
             unseen &= ~mask
-            if mask & ours:
-                for standing in fleet.cheapest(mask & ours, MAX_LOCAL):
-                    depths[standing] = depth
-                mask &= ~ours
-            if mask:
-                for standing in fleet.cheapest(mask, most):
-                    depths[standing] = depth
+            for standing in (*fleet.cheapest(mask & ours, MAX_LOCAL), *fleet.cheapest(mask & ~ours, most)):
+                depths[standing] = depth
             most = 1
         if unseen:
             # Beyond the strata that were asked for, an endpoint may still hold a shorter prefix.
             more = len(strata) == DEEPEST
-            for standing in fleet.cheapest(unseen & ~ours, 1):
-                depths[standing] = index.depth(chain, standing.bit) if more else 0
-            for standing in fleet.cheapest(unseen & ours, MAX_LOCAL):
+            for standing in (*fleet.cheapest(unseen & ~ours, 1), *fleet.cheapest(unseen & ours, MAX_LOCAL)):
                 depths[standing] = index.depth(chain, standing.bit) if more else 0
 
     def _last_resort(self, n_tokens: int, block: int, now: float) -> list[Candidate]:
@@ -177,8 +157,9 @@ class Router:
         if not standings:
             raise UsageError("no endpoint is known: add_endpoint, or add_peer and let gossip run first")
         allowed = [standing.weigh(0, n_tokens, block, now) for standing in standings if standing.needs_s < inf]
-        if not allowed and self.gate is not None:
-            raise UsageError(f"the rules of zone {self.gate.zone!r} forbid forwards to every endpoint that is known")
+        gate = self.fleet.gate
+        if not allowed and gate is not None:
+            raise UsageError(f"the rules of zone {gate.zone!r} forbid forwards to every endpoint that is known")
         return allowed
 
     # --- rules for zones -----------------------------------------------------------------------------------
@@ -202,7 +183,7 @@ class Router:
             withheld.append(c._replace(withheld=Withheld(needs_s, saves_s)))
             if saves_s > 0:
                 gate.withheld("above", c.zone)
-        withheld.sort(key=_COST)
+        withheld.sort(key=lambda c: c.cost_s)
         return kept, tuple(withheld)
 
     def _excluded(

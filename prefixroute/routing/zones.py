@@ -86,18 +86,16 @@ class Zones:
         if to in ("", ANY):
             named = {b for _, b in self.rules} - {ANY, source}
             own = self.rules.get((source, source), _ALWAYS)
-            return max((own, self._among(source, ANY), *(self._among(source, b) for b in named)), key=_strictness)
+            rules = (own, self._among(source, ANY), *(self._among(source, b) for b in named))
+            return max(rules, key=lambda rule: rule.needs_s)
         if source == to:
             return self.rules.get((source, to), _ALWAYS)
         return self._among(source, to)
 
     def _among(self, source: str, to: str) -> ZoneRule:
         """The rule between two different zones."""
-        for pair in ((source, to), (source, ANY), (ANY, to), (ANY, ANY)):
-            rule = self.rules.get(pair)
-            if rule is not None:
-                return rule
-        return _ALWAYS
+        pairs = ((source, to), (source, ANY), (ANY, to), (ANY, ANY))
+        return next((self.rules[pair] for pair in pairs if pair in self.rules), _ALWAYS)
 
 
 class Gate:
@@ -133,10 +131,6 @@ class Gate:
                 return ANY
             self._counted.add(to)
         return to
-
-
-def _strictness(rule: ZoneRule) -> float:
-    return rule.needs_s
 
 
 _ALWAYS = ZoneRule()
