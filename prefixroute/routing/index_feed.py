@@ -1,7 +1,4 @@
-"""Feeds the merged index in slices: what replicas gained and lost enters it a few thousand keys at a time.
-
-A replica changes at once: one array takes the place of another. In the index its 100,000 keys take 30 ms, and no call
-may last so long.
+"""Feeds the merged index in slices: a replica's 100,000 keys change at once, and in the index they take 30 ms.
 
 Rules:
 1. A call into the node feeds `SLICE_KEYS` keys at most; what is left is fed by the calls that follow. Slices are

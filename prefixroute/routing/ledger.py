@@ -1,15 +1,16 @@
-"""What waits at an endpoint: this node's bookings, a peer's queue, and how often requests come.
+"""What waits at an endpoint, how often requests come, and how fast they are prefilled.
 
 | | knows | counts as wait |
 |---|---|---|
 | `Ledger` | what this node booked at an endpoint | all of it, less the progress of the oldest |
 | `Queue` | what a peer reported, and what was sent there since | what of it is left when a forward arrives |
 | `ArrivalRate` | when requests came to an endpoint of this node's own | nothing: it tells how many a prefill delays |
+| `RateEstimate` | what outcomes show of this node's own engines | nothing: it makes seconds of tokens |
 
 Rules:
 1. A request is booked when it is decided, not when it is seen in a report: N routers otherwise pick the same best
    endpoint within one gossip round (Dynamo #589, SMG #1714).
-2. A booking ends with the first token, the outcome, or time, whichever is first.
+2. A booking ends with the first token, the outcome, or time, whichever is first: a lost outcome does no lasting harm.
 3. Work is in seconds of prefill at the endpoint, and a queue drains one second of it a second.
 """
 
@@ -33,19 +34,14 @@ LEAST_SAMPLES = 4
 
 
 class Ledger:
-    """Work that this node booked on one endpoint and that has not reached its first token: a queue drained at rate 1.
-
-    Bookings are released by an outcome or the first token, and expire, so that a lost outcome does no lasting harm.
-    Bounded by the number of requests in flight. `wait_s` is O(1) amortised.
-    """
+    """Work that this node booked on one endpoint. O(requests in flight); `wait_s` is O(1) amortised."""
 
     __slots__ = ("_head_at", "_work_s", "open")
 
     def __init__(self) -> None:
         self.open: dict[int, tuple[float, float]] = {}
         """Seconds of work, and when they expire, by ticket, the oldest first. To be read only."""
-        self._work_s = 0.0
-        self._head_at = 0.0
+        self._work_s = self._head_at = 0.0
 
     def __len__(self) -> int:
         return len(self.open)
@@ -96,22 +92,16 @@ class Send(NamedTuple):
 
 
 class Queue:
-    """A peer's queue, in seconds of prefill: what it reported, drained since, and what was sent there since.
-
-    A forward counts until its first token, unless the report is later than its arrival and therefore counts it.
-    """
+    """A peer's queue. A forward counts until its first token, unless a report later than its arrival counts it."""
 
     __slots__ = ("_at", "_counted", "_work_s", "reported_at", "reported_s", "sends")
 
     def __init__(self) -> None:
-        self.reported_s = 0.0
-        """The queue by the freshest report."""
-        self.reported_at = 0.0
-        """When that was so."""
+        self.reported_s = self.reported_at = 0.0
+        """The queue by the freshest report, and when that was so."""
         self.sends: dict[int, Send] = {}
         """Forwards without a first token, by decision."""
-        self._work_s = 0.0
-        self._at = 0.0
+        self._work_s = self._at = 0.0
         """The queue was `_work_s` long at this moment, the arrival of the last forward that joined it."""
         self._counted = False
         """Whether both are up to date."""
@@ -159,8 +149,7 @@ class ArrivalRate:
     __slots__ = ("_at", "_count")
 
     def __init__(self) -> None:
-        self._count = 0.0
-        self._at = 0.0
+        self._count = self._at = 0.0
 
     def arrived(self, now: float) -> None:
         """Count a request."""
@@ -206,16 +195,12 @@ class RateEstimate:
     @property
     def prefill_tokens_per_s(self) -> float:
         """Upper quartile of the observed rates; 0.0 before four samples."""
-        if len(self._rates) < LEAST_SAMPLES:
-            return 0.0
-        return sorted(self._rates)[(len(self._rates) - 1) * 3 // 4]
+        return _quartile(self._rates, 3)
 
     @property
     def overhead_s(self) -> float:
         """Lower quartile of the time to first token of nearly cached requests; 0.0 before four samples."""
-        if len(self._rest) < LEAST_SAMPLES:
-            return 0.0
-        return sorted(self._rest)[(len(self._rest) - 1) // 4]
+        return _quartile(self._rest, 1)
 
     def corrected(self, report: LoadReport) -> LoadReport:
         """Return `report` with the rate and fixed time that outcomes show, once they do: a setting is but a guess."""
@@ -225,3 +210,7 @@ class RateEstimate:
         return replace(
             report, prefill_tokens_per_s=rate or report.prefill_tokens_per_s, overhead_s=overhead or report.overhead_s
         )
+
+
+def _quartile(samples: deque[float], which: int) -> float:
+    return sorted(samples)[(len(samples) - 1) * which // 4] if len(samples) >= LEAST_SAMPLES else 0.0

@@ -1,14 +1,14 @@
 """What endpoints will hold: prompts that were routed, until gossip or the engine says so itself.
 
-A digest lags its owner by the time of a prefill and a round. Until then a prompt counts as held by where it was sent,
-so a burst of prompts with one cold prefix goes to one place, not to as many as there are nodes.
+A digest lags its owner by a prefill and a round. Until then a prompt counts as held by where it was sent, so a burst of
+prompts with one cold prefix goes to one place, not to as many as there are nodes.
 
 Rules:
 1. A prediction begins with the decision and ends with a failure, a refusal, `LIFETIME_S`, or when the target's digest
    has moved on twice since the reply: what it was told then has been published by then.
-2. Two prompts are compared by their keys, so namespaces, images and secrets count.
-3. A prompt is compared with the newest few that begin alike, so the cost does not grow with the traffic.
-4. Of what a prompt leaves at a sparse endpoint (`index`, rule 6) only the whole can be reused, up to its end.
+2. A prompt is compared with the newest few that begin alike, so the cost does not grow with the traffic; by their keys,
+   so namespaces, images and secrets count.
+3. Of what a prompt leaves at a sparse endpoint (`index`, rule 6) only the whole can be reused, up to its end.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@
 | first tokens that come late | `Lateness` | it is taken for slower than it says | tokens in time, or time |
 | every count of cached tokens | `Accuracy` | none: it is for operators | |
 
-Misses in a row weigh more than misses by chance. An honest endpoint misses now and then, since its digest is a round
-old: one miss weighs a tenth. An endpoint that misses again and again claims what it does not hold, and is not to be
-asked twenty times before that is believed.
+An honest endpoint misses now and then, since its digest is a round old. One that misses again and again claims what it
+does not hold, and is not to be asked twenty times before that is believed.
 
     weight of the n-th total miss in a row      1/10, 2/10, 4/10, 1/2, 1/2 ...
     weight of the n-th first token in a row     1/5, 1/5, 2/5, 3/5, 3/5 ...
@@ -27,7 +26,7 @@ Rules:
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, inf
 from typing import NamedTuple
 
 MISSED = 0.1
@@ -42,6 +41,7 @@ LATE_S = 0.05
 MAX_DECLINES = 1
 """Prompts in a row that an endpoint may hand back though it would have been in time by its own word."""
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _MISS_WEIGHTS = (0.1, 0.2, 0.4, 0.5)
 _LATE_WEIGHTS = (0.2, 0.2, 0.4, 0.6)
 _FORGIVEN_S, _FORGIVEN_MOST_S = 60.0, 600.0
@@ -49,19 +49,12 @@ _FADES_S, _FADES_MOST = 30.0, 8.0
 
 
 class Suspension:
-    """Whether forwards to an endpoint are suspended because they fail.
+    """Whether forwards to an endpoint are suspended because they fail; after a pause one trial is let through."""
 
-    The first failure suspends for `first_s` seconds, each further one doubles that up to `most_s`. When the pause is
-    over one trial is let through, and its success ends the suspension.
-    """
+    __slots__ = ("_failed_at", "_trial_at", "failures")
 
-    __slots__ = ("_failed_at", "_first_s", "_most_s", "_trial_at", "failures")
-
-    def __init__(self, first_s: float = 1.0, most_s: float = 60.0) -> None:
-        self._first_s = first_s
-        self._most_s = most_s
-        self._failed_at = float("-inf")
-        self._trial_at = float("-inf")
+    def __init__(self) -> None:
+        self._failed_at = self._trial_at = -inf
         self.failures = 0
 
     def blocks(self, now: float) -> bool:
@@ -92,7 +85,7 @@ class Suspension:
 
     def _pause_s(self) -> float:
         # An endpoint can fail for ever; beyond 2**60 there is nothing to double.
-        return min(self._first_s * 2.0 ** min(self.failures - 1, 60), self._most_s)
+        return min(_FIRST_PAUSE_S * 2.0 ** min(self.failures - 1, 60), _LONGEST_PAUSE_S)
 
 
 class Misses:

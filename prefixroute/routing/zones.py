@@ -126,11 +126,9 @@ class Gate:
         self._journal.count(f"zone_withheld_{rule}", self._label(to))
 
     def _label(self, to: str) -> str:
-        if to not in self._counted:
-            if len(self._counted) >= MAX_COUNTED:
-                return ANY
+        if len(self._counted) < MAX_COUNTED:
             self._counted.add(to)
-        return to
+        return to if to in self._counted else ANY
 
 
 _ALWAYS = ZoneRule()
