@@ -142,8 +142,13 @@ class Router:
         unseen, most = within, 2
         for depth, mask in strata:
             unseen &= ~mask
-            for standing in (*fleet.cheapest(mask & ours, MAX_LOCAL), *fleet.cheapest(mask & ~ours, most)):
-                depths[standing] = depth
+            if mask & ours:
+                for standing in fleet.cheapest(mask & ours, MAX_LOCAL):
+                    depths[standing] = depth
+                mask &= ~ours
+            if mask:
+                for standing in fleet.cheapest(mask, most):
+                    depths[standing] = depth
             most = 1
         if unseen:
             # Beyond the strata that were asked for, an endpoint may still hold a shorter prefix.
