@@ -1,18 +1,9 @@
 """The contract of a routing policy: what it sees of a prompt and of each weighed candidate, and what it returns.
 
-| it gets | |
-|---|---|
-| `Request` | the prompt's chain, and the time |
-| `Candidate` | one endpoint, weighed for this prompt: its terms in seconds, and their sum |
-| a generator of random numbers | its only chance |
-
-| it returns | |
-|---|---|
-| `Choice` | the candidates in order of preference, the reason, and how long the first of them may take |
+A policy gets a `Request`, a handful of `Candidate`s and a generator of random numbers, and returns a `Choice`.
 
 Rules:
-1. A policy sees a handful of candidates, costs included, and returns them in order of preference with a reason. It
-   has no clock and no randomness but what it is given.
+1. A policy has no clock and no randomness but what it is given.
 2. It has no vetoes to take: an endpoint that is suspended, refusing or unheard is no candidate. It sees overloaded
    endpoints only where there is nobody else, local ones included: an absolute veto makes a busy fleet recompute
    everything. A policy with an attribute `keeps_local = True` sees the local endpoints whatever they say.

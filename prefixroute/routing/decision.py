@@ -58,20 +58,17 @@ class Outcome:
 
     @classmethod
     def refused(cls, reason: str = "", load: LoadReport | None = None) -> Outcome:
-        """The target turned the request away (503); it is left alone for a while, and the request goes elsewhere."""
+        """The target turned the request away (503)."""
         return cls(OutcomeKind.REFUSED, reason, load=load)
 
     @classmethod
     def declined(cls, load: LoadReport | None = None, cached_tokens: int | None = None) -> Outcome:
-        """The target handed the prompt back: it would take longer than the decision's budget.
-
-        `cached_tokens` is what it holds of the prompt. It stays in use, and the prompt goes where it is best now.
-        """
+        """The target handed the prompt back, over the budget; `cached_tokens` is what it holds of it."""
         return cls(OutcomeKind.DECLINED, "", cached_tokens, None, load)
 
     @classmethod
     def failed(cls, reason: str = "") -> Outcome:
-        """The target could not be reached, or broke off; forwards to it are suspended at once."""
+        """The target could not be reached, or broke off."""
         return cls(OutcomeKind.FAILED, reason)
 
     @classmethod
@@ -86,15 +83,13 @@ class Outcome:
 
 
 class Decision(NamedTuple):
-    """Where a prompt goes. `target` and `fallbacks` are endpoints; `url` is the target's service address.
+    """Where a prompt goes. `target` and `fallbacks`, in order, are endpoints; `url` is the target's service address.
 
     `matched_tokens` and `expected_ttft_s` (seconds) are those of the target. `expected_saving_s` is against serving the
     prompt at the origin, 0.0 when that is what is done or not possible. `candidates` are all that were weighed.
-    `budget_s` goes with a forward: a target that expects to need more hands the prompt back. Such a target's own
-    decision is `declined`: nothing is booked, and nothing is to be served.
-
-    `zone` is the origin's label. `excluded` is the endpoint that holds more of the prompt than any candidate does, in a
-    zone to which nothing is forwarded: neither candidate nor fallback.
+    `budget_s` goes with a forward: a target that expects to need more hands the prompt back, and its own decision is
+    `declined`: nothing is booked, and nothing is to be served. `zone` is the origin's label. `excluded` is the endpoint
+    that holds more of the prompt than any candidate does, in a zone to which nothing is forwarded.
     """
 
     id: int
@@ -114,7 +109,7 @@ class Decision(NamedTuple):
     excluded: tuple[Candidate, ...] = ()
 
     def candidate(self, endpoint: str) -> Candidate | None:
-        """Return what an endpoint was weighed at; None if it was not. O(candidates), of which there are a handful."""
+        """Return what an endpoint was weighed at; None if it was not. O(candidates), a handful."""
         return next((weighed for weighed in self.candidates if weighed.endpoint == endpoint), None)
 
 

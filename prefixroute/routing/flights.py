@@ -46,11 +46,7 @@ class FlightBounds(NamedTuple):
 
 @dataclass(slots=True)
 class Flight:
-    """An attempt under way: what the endpoint that has the request was weighed at, and who is left to try.
-
-    `queued` says whether it had to queue behind others of this node's. A prompt that was `handed_back` once stays where
-    it goes next; an endpoint that declines it all the same is passed over.
-    """
+    """An attempt under way: what the endpoint that has the request was `weighed` at, and who is `left` to try."""
 
     decision: Decision
     chain: TokenChain
@@ -58,20 +54,20 @@ class Flight:
     left: list[str]
     sent_at: float
     queued: bool = False
+    """Whether it had to queue behind others of this node's."""
     handed_back: bool = False
+    """Such a prompt stays where it goes next; an endpoint that declines it all the same is passed over."""
 
 
 class Hooks(NamedTuple):
-    """What the owner of the local endpoints is told.
-
-    `served(flight, standing, outcome, now)`: a request was served, here or elsewhere. `begun(ticket, chain, standing,
-    depth, now)`: a local endpoint is to serve a prompt of which it holds `depth` blocks. `ended(ticket, standing)`:
-    that attempt is over.
-    """
+    """What the owner of the local endpoints is told."""
 
     served: Callable[[Flight, Standing, Outcome, float], None]
+    """A request was served, here or elsewhere, at a time."""
     begun: Callable[[int, TokenChain, Standing, int, float], None]
+    """(ticket, chain, standing, depth, now): a local endpoint is to serve a prompt, and holds `depth` blocks of it."""
     ended: Callable[[int, Standing], None]
+    """That attempt is over."""
 
 
 class Flights:

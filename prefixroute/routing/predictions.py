@@ -120,7 +120,6 @@ class Predictions:
             other, standing = prediction.chain, prediction.standing
             more = known.get(standing, 0) + 1
             if sparse and standing.bit & sparse:
-                # Whole hit units, if anything.
                 block = chain.spec.block_tokens
                 end = reusable_depth(other.n_tokens, standing.hit_unit, block)
                 if more <= end <= (chain.n_tokens - 1) // block and chain.key(end) == other.key(end):

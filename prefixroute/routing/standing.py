@@ -114,28 +114,43 @@ class Standing:
             if matched >= n_tokens:
                 matched = n_tokens - 1
             matched -= matched % (self.hit_unit or block_tokens)
-        if self.local:
-            age_s, arrivals_per_s = 0.0, self.arrivals_per_s(now)
-        else:
-            # Read off here: a call for each candidate is felt in a decision.
-            age_s, arrivals_per_s = now - self.copy.heard_at, self.copy.advert.arrivals_per_s
-        rate, confidence = self.rate, self.confidence
-        rtt_s, wait_s, overhead_s = self.rtt_s, self.wait_s(now), self.overhead_s
-        prefill_s = (n_tokens - confidence * matched) / rate
-        cost_s = rtt_s + wait_s + overhead_s + prefill_s
+        rate, rtt_s, wait_s, overhead_s = self.rate, self.rtt_s, self.wait_s(now), self.overhead_s
+        prefill_s = (n_tokens - self.confidence * matched) / rate
         queued, waiting = len(self.ledger.open), self._waiting
-        queued = queued if queued > waiting else waiting
-        # In the order of the fields, without the constructor of named tuples, which takes twice as long.
-        match = (self.name, self.local, n_tokens, depth, matched, confidence)
-        terms = (rtt_s, wait_s, overhead_s, prefill_s, cost_s, self.state, age_s, 1 / rate, queued)
-        cache = (self._room_tokens, self._eviction_age_s, predicted, arrivals_per_s, self.zone, None)
-        return tuple.__new__(Candidate, match + terms + cache)
+        # One tuple, without the constructor of named tuples, which takes twice as long; made of parts it is felt too.
+        return tuple.__new__(
+            Candidate,
+            (
+                self.name,  # endpoint
+                self.local,
+                n_tokens,  # prompt_tokens
+                depth,
+                matched,  # matched_tokens
+                self.confidence,
+                rtt_s,
+                wait_s,
+                overhead_s,
+                prefill_s,
+                rtt_s + wait_s + overhead_s + prefill_s,  # cost_s
+                self.state,
+                0.0 if self.local else now - self.copy.heard_at,  # age_s
+                1 / rate,  # s_per_token
+                queued if queued > waiting else waiting,
+                self._room_tokens,
+                self._eviction_age_s,
+                predicted,
+                # Read off here for a peer: a call for each candidate is felt in a decision.
+                self.arrivals_per_s(now) if self.local else self.copy.advert.arrivals_per_s,
+                self.zone,
+                None,  # withheld
+            ),
+        )
 
 
 class LocalStanding(Standing):
     """An endpoint of this node's own. `probed()` returns the tokens that a probe saw queued at its engine.
 
-    That, and not the queue of the advert: the advert counts this node's bookings as well.
+    The queue of the advert would not do: it counts this node's bookings as well.
     """
 
     def __init__(self, copy: Copy, bit: int, now: float, probed: Callable[[], int]) -> None:

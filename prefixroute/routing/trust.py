@@ -20,8 +20,8 @@ Rules:
 1. A streak ends with the first hit, or the first token in time. Without a streak the plain weights (0.1, 0.2) apply.
 2. Forgiving needs no evidence, only time: an endpoint that is not asked cannot show that it is better.
 3. Heartbeats do not end a suspension: a node that speaks may still not serve.
-4. A prediction is compared only with the engine's own count of a served request, and only at the endpoint that served
-   it. The comparison is as fine as what the engine can reuse: a difference of one such unit at most is *near*.
+4. A prediction is compared only with the engine's own count, at the endpoint that served the request, and as finely as
+   the engine can reuse blocks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Suspension:
             self._trial_at = now + self._pause_s()
 
     def failed(self, sent_at: float, now: float) -> bool:
-        """Note that a forward, sent at `sent_at`, failed or timed out; return whether that is news.
+        """Note that a forward failed or timed out; return whether that is news.
 
         When a node dies all forwards under way fail at once: one that was sent before the last failure is no news.
         """
@@ -154,8 +154,8 @@ class Lateness:
 class Accuracy(NamedTuple):
     """Requests by how their predicted hit compares with the cached tokens that the engine reported, and sums of both.
 
-    Each request is one of `exact`, `near` (off by at most one hit unit), `high` and `low` (predicted too much, too
-    little, by more than that). `most_over` is the largest over-estimate in tokens.
+    Each is one of `exact`, `near` (off by one hit unit at most), `high` and `low` (predicted too much, too little).
+    `most_over` is the largest over-estimate in tokens.
     """
 
     exact: int = 0
