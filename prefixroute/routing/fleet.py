@@ -19,9 +19,9 @@ from math import inf
 from operator import attrgetter
 
 from ..keys.names import owner_of
-from ..load import PushBackState
-from .ledger import Pace, Send
-from .standing import DEFAULT_RTT_S, LocalStanding, PeerStanding, Standing
+from ..load import LoadReport, PushBackState
+from .ledger import Send
+from .standing import DEFAULT_REPORT, DEFAULT_RTT_S, LocalStanding, PeerStanding, Standing
 from .trust import Suspension
 from .zones import Gate
 
@@ -45,31 +45,25 @@ class Fleet:
         self.standings: dict[str, Standing] = {}
         self.by_bit: dict[int, Standing] = {}
         self.usable = self.overloaded = self.local = 0
-        self.guarded = 0
-        """Candidates above a saving only."""
-        self.barred = 0
-        """Out by a rule for zones, and by nothing else."""
+        self.guarded = self.barred = 0
+        """Candidates above a saving only; those out by a rule for zones, and by nothing else."""
         self.passing = 0
         """Those of which time alone changes what is believed: they push back or are suspended, for a while."""
         self._owners: Counter[str] = Counter()
         """Endpoints by owner: of this node's, and of its peers' own word or of others' about them."""
         self._untried: dict[str, Suspension] = {}
-        self._typical_s = 0.0
-        """Work of a typical forward to a peer that holds a prefix of it."""
-        self._cold_s = 0.0
-        """Work of a typical prompt of which its endpoint holds nothing."""
+        self._typical_s = self._cold_s = 0.0
+        """Work of a typical forward to a peer that holds a prefix of it, and of a prompt of which nothing is held."""
 
     def book(self, standing: Standing, ticket: int, work_s: float, hit: bool, now: float, until: float) -> None:
-        """Book a request at an endpoint; `hit` says whether it holds some of the prompt. O(log n) and a memmove.
-
-        Every other origin is taken to forward as often as this one, and as much as a hit takes.
-        """
+        """Book a request at an endpoint; `hit` says whether it holds some of the prompt. O(log n) and a memmove."""
         standing.ledger.book(ticket, work_s, now, until)
         if not hit:
             self._cold_s = self._cold_s + 0.1 * (work_s - self._cold_s) if self._cold_s else work_s
         if isinstance(standing, PeerStanding):
             if hit:
                 self._typical_s = self._typical_s + 0.1 * (work_s - self._typical_s) if self._typical_s else work_s
+            # Every other origin is taken to forward as often as this one, and as much as a hit takes.
             mirrored = max(0, len(self._owners) - 2) * min(work_s, self._typical_s)
             standing.queue.sent(ticket, tuple.__new__(Send, (now + standing.rtt_s / 2, work_s + mirrored)))
         elif isinstance(standing, LocalStanding):
@@ -149,11 +143,8 @@ class Fleet:
                 self.refresh(other, now)
 
     def rank(self, standing: Standing, now: float) -> None:
-        """Rank an endpoint anew after a booking; ties fall at random. O(log n) and a memmove.
-
-        The ranking picks among those that hold the same, and matters most for a prompt that nobody holds: what such a
-        prompt delays counts (`Candidate.delays_s`).
-        """
+        """Rank an endpoint anew after a booking; ties fall at random. O(log n) and a memmove."""
+        # It matters most for a prompt that nobody holds: what such a prompt delays counts (`Candidate.delays_s`).
         ranking = self._ranking
         if standing.rank is not None:
             del ranking[bisect_left(ranking, standing.rank)]
@@ -187,23 +178,22 @@ class Fleet:
     def _typical_rtt_s(self) -> float:
         """The round trip to a peer that was not measured yet: the upper quartile of those that were.
 
-        A large fleet measures each pair seldom. With 1 ms for a stranger, 64 nodes a second apart forwarded to all of
-        them and lost half of their mean against not routing.
+        With 1 ms for a stranger, 64 nodes a second apart forwarded to all and lost half of their mean to not routing.
         """
         peers = [s.peer for s in self.standings.values() if isinstance(s, PeerStanding) and s.peer is not None]
         measured = sorted(peer.rtt_s for peer in peers if peer.rtt_s is not None)
         return measured[3 * (len(measured) - 1) // 4] if measured else DEFAULT_RTT_S
 
-    def _typical_pace(self) -> Pace:
+    def _typical_pace(self) -> LoadReport:
         """The pace of an endpoint that does not tell its own: this node's, else the slowest known, else the default.
 
         A stranger that looks fast would draw the work that was meant for those who are known to be slower.
         """
         told = [s for s in self.standings.values() if s.copy.advert.report.prefill_tokens_per_s]
         if not told:
-            return Pace()
+            return DEFAULT_REPORT
         typical = min(told, key=lambda standing: (not standing.local, standing.rate))
-        return Pace(typical.rate, typical.overhead_s)
+        return LoadReport(prefill_tokens_per_s=typical.rate, overhead_s=typical.overhead_s)
 
     def cheapest(self, mask: int, n: int) -> list[Standing]:
         """Return the `n` endpoints of `mask` that are cheapest to reach, in order.

@@ -21,7 +21,7 @@ from dataclasses import replace
 from math import exp
 from typing import NamedTuple
 
-from ..load import DEFAULT_OVERHEAD_S, DEFAULT_PREFILL_TOKENS_PER_S, LoadReport
+from ..load import LoadReport
 
 ARRIVALS_S = 30.0
 """Time in which an arrival is worth a third: some tens of requests at a busy endpoint, and soon over after a rush."""
@@ -159,13 +159,6 @@ class ArrivalRate:
     def per_s(self, now: float) -> float:
         """Return the rate. It is too low for the first `ARRIVALS_S`."""
         return self._count * exp((self._at - now) / ARRIVALS_S) / ARRIVALS_S if self._count else 0.0
-
-
-class Pace(NamedTuple):
-    """How fast an endpoint prefills, in tokens a second, and the fixed part of its time to first token in seconds."""
-
-    prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
-    overhead_s: float = DEFAULT_OVERHEAD_S
 
 
 class RateEstimate:

@@ -71,11 +71,9 @@ class Predictions:
     def served(self, ticket: int) -> None:
         """Note the reply: a local engine has told of the prompt by now, and of a peer's gossip will."""
         prediction = self._by_ticket.get(ticket)
-        if prediction is None:
-            return
-        if prediction.standing.local:
+        if prediction is not None and prediction.standing.local:
             self.drop(ticket)
-        else:
+        elif prediction is not None:
             incarnation, version = prediction.standing.copy.held
             prediction.held = (incarnation, version + AGAIN)
 

@@ -20,14 +20,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import exp, inf
 
-from ..load import LoadReport, PushBackState
+from ..load import DEFAULT_OVERHEAD_S, DEFAULT_PREFILL_TOKENS_PER_S, LoadReport, PushBackState
 from ..policy.interface import Candidate
 from ..replication.copies import Copy, Peer
-from .ledger import ArrivalRate, Ledger, Pace, Queue, RateEstimate
+from .ledger import ArrivalRate, Ledger, Queue, RateEstimate
 from .trust import Accuracy, Lateness, Misses, Suspension
 
 BELIEF = 0.95
 """Share of a remote match that is counted: a digest lags its owner by a round or so."""
+
+DEFAULT_REPORT = LoadReport(prefill_tokens_per_s=DEFAULT_PREFILL_TOKENS_PER_S, overhead_s=DEFAULT_OVERHEAD_S)
+"""Rate and fixed time of an endpoint while no other is known to tell its own."""
 
 DEFAULT_RTT_S = 0.001
 """Network round trip to a peer until it is measured."""
@@ -41,23 +44,20 @@ class Standing:
         self.copy = copy
         self.name = copy.endpoint
         self.local = local
-        """Whether it is a `LocalStanding`."""
         self.bit = bit
-        """Its bit in masks, as the index gave it."""
+        """In masks, as the index gave it."""
         # What this node and its requests did there.
         self.ledger = Ledger()
         self.suspension = Suspension()
         """Shared with others while it has served nothing."""
-        self.refused_until = -inf
-        """Clock reading, in seconds, until which it counts as refusing, since it turned a request away."""
-        self.refusal = ""
-        """The reason that it gave."""
+        self.refused_until, self.refusal = -inf, ""
+        """Clock reading, in seconds, until which it counts as refusing, since it turned a request away; its reason."""
         self.trust = 1.0
         """Share of predicted hits that came true lately, 0 to 1."""
         self.misses = Misses()
         self.accuracy = Accuracy()
         # What the fleet sets.
-        self.default = Pace()
+        self.default = DEFAULT_REPORT
         """What is taken for a pace that the endpoint does not tell."""
         self.needs_s = 0.0
         """Seconds that a forward there has to save by the rules for zones; infinite: none may go there."""
