@@ -35,8 +35,7 @@ from .policy.interface import Candidate, Choice, Policy, Request, Withheld
 from .policy.rent_or_buy import POLICIES, RentOrBuy
 from .replication.outbox import Datagram
 from .residency.mirror import Residency
-from .routing.decision import Decision, Outcome, OutcomeKind
-from .routing.explain import Explanation
+from .routing.decision import Decision, Explanation, Outcome, OutcomeKind
 from .routing.trust import Accuracy
 from .routing.zones import ZoneRule, Zones
 from .settings import NodeSettings

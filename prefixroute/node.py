@@ -43,8 +43,7 @@ from .replication.gossip import Gossip
 from .replication.members import MAX_HEARSAY
 from .replication.outbox import Datagram
 from .residency.mirror import Residency
-from .routing.decision import Decision, Outcome
-from .routing.explain import Explanation
+from .routing.decision import Decision, Explanation, Outcome
 from .routing.fleet import Fleet
 from .routing.flights import Flight, FlightBounds, Flights, Hooks
 from .routing.router import Router
@@ -91,7 +90,7 @@ class Node:
         ttl_s = settings.push_back.ttl_s * rng.uniform(0.8, 1.2)
         own = OwnSettings(settings.push_back, ttl_s, settings.digest_bytes)
         self._table = EndpointTable(domain, Fleet(rng, gate), own, now, journal)
-        router = Router(policy or RentOrBuy(), self._table.index, self._table.fleet, domain.block_size, rng, gate)
+        router = Router(policy or RentOrBuy(), self._table.index, self._table.fleet, domain.block_size, rng)
         bounds = FlightBounds(settings.outcome_timeout_s, settings.push_back.ttl_s, settings.max_in_flight)
         hooks = Hooks(self._served, self._table.begun, self._table.ended)
         self._flights = Flights(router, bounds, hooks, journal)

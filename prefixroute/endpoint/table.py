@@ -89,7 +89,7 @@ class EndpointTable:
     @property
     def behind(self) -> bool:
         """Whether anything is left to do in slices. O(local endpoints)."""
-        return self.feed.waiting or any(local.backlog for local in self.locals.values())
+        return bool(self.feed.waiting) or any(local.backlog for local in self.locals.values())
 
     # --- this node's own endpoints -------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from operator import attrgetter
 
 from .interface import Candidate, Choice, Request
 
@@ -22,11 +21,8 @@ class GreedyCost:
 
     def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         """Sort by cost."""
-        order = tuple(sorted(candidates, key=_COST)) if len(candidates) > 1 else tuple(candidates)
+        order = tuple(sorted(candidates, key=lambda c: (c.cost_s, not c.local)))
         best = order[0]
-        if not best.local and len(order) > 1 and order[1].cost_s == best.cost_s:
-            order = tuple(sorted(order, key=_cost_and_place))
-            best = order[0]
         if best.local:
             return Choice(order, "local is cheapest" if best.matched_tokens else "local: nobody is cheaper")
         if best.depth > max((c.depth for c in candidates if c.local), default=0):
@@ -60,10 +56,3 @@ class NoRouting:
         """Local first, by cost; peers only as fallbacks."""
         order = tuple(sorted(candidates, key=lambda c: (not c.local, c.cost_s if c.local else rng.random())))
         return Choice(order, "no routing")
-
-
-_COST = attrgetter("cost_s")
-
-
-def _cost_and_place(candidate: Candidate) -> tuple[float, bool]:
-    return (candidate.cost_s, not candidate.local)

@@ -1,18 +1,9 @@
 """The contract of a routing policy: what it sees of a prompt and of each weighed candidate, and what it returns.
 
-| it gets | |
-|---|---|
-| `Request` | the prompt's chain, and the time |
-| `Candidate` | one endpoint, weighed for this prompt: its terms in seconds, and their sum |
-| a generator of random numbers | its only chance |
-
-| it returns | |
-|---|---|
-| `Choice` | the candidates in order of preference, the reason, and how long the first of them may take |
+A policy gets a `Request`, a handful of `Candidate`s and a generator of random numbers, and returns a `Choice`.
 
 Rules:
-1. A policy sees a handful of candidates, costs included, and returns them in order of preference with a reason. It
-   has no clock and no randomness but what it is given.
+1. A policy has no clock and no randomness but what it is given.
 2. It has no vetoes to take: an endpoint that is suspended, refusing or unheard is no candidate. It sees overloaded
    endpoints only where there is nobody else, local ones included: an absolute veto makes a busy fleet recompute
    everything. A policy with an attribute `keeps_local = True` sees the local endpoints whatever they say.
@@ -101,59 +92,6 @@ class Candidate(NamedTuple):
         Arrivals at rate r during a prefill of p seconds are r p, and wait for half of it: r p^2 / 2.
         """
         return self.arrivals_per_s * self.prefill_s * self.prefill_s / 2
-
-
-def weighed(
-    endpoint: str,
-    local: bool,
-    prompt_tokens: int,
-    depth: int,
-    matched_tokens: int,
-    confidence: float,
-    rtt_s: float,
-    wait_s: float,
-    overhead_s: float,
-    tokens_per_s: float,
-    state: PushBackState,
-    age_s: float,
-    queued: int,
-    room_tokens: float,
-    eviction_age_s: float,
-    predicted: bool,
-    arrivals_per_s: float,
-    zone: str,
-) -> Candidate:
-    """Make a candidate of what is known of an endpoint; prefill and cost follow from its rate, `tokens_per_s`.
-
-    Every candidate is made here, and without the constructor of named tuples, which takes twice as long.
-    """
-    prefill_s = (prompt_tokens - confidence * matched_tokens) / tokens_per_s
-    return tuple.__new__(
-        Candidate,
-        (
-            endpoint,
-            local,
-            prompt_tokens,
-            depth,
-            matched_tokens,
-            confidence,
-            rtt_s,
-            wait_s,
-            overhead_s,
-            prefill_s,
-            rtt_s + wait_s + overhead_s + prefill_s,  # cost_s
-            state,
-            age_s,
-            1 / tokens_per_s,  # s_per_token
-            queued,
-            room_tokens,
-            eviction_age_s,
-            predicted,
-            arrivals_per_s,
-            zone,
-            None,  # withheld
-        ),
-    )
 
 
 class Withheld(NamedTuple):

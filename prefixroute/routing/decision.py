@@ -1,17 +1,9 @@
 """What `Node.route` returns and what the caller reports back: plain data.
 
-| outcome | what it says of the target | what follows |
-|---|---|---|
-| served | it is there; its hit and its first token are compared with what was expected | nothing |
-| declined | it is there, and would take longer than the budget | the prompt is decided anew, once |
-| refused | it is there, and takes nothing for a while | the next fallback |
-| failed, timed out | forwards to it are suspended | the next fallback |
-| cancelled | nothing | nothing |
-
 Rules:
-1. A decision names its target, the fallbacks in order, the expected gain and the reason, and keeps every candidate that
-   was weighed, so that it can explain itself later.
-2. An outcome is reported once for each attempt; late, repeated and missing reports are harmless.
+1. A decision keeps every candidate that was weighed, so that it can explain itself later: every term of each, as a
+   table or as plain values.
+2. An outcome is reported once for each attempt. What follows from each kind is in `flights`.
 """
 
 from __future__ import annotations
@@ -19,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from ..load import LoadReport
@@ -66,20 +58,17 @@ class Outcome:
 
     @classmethod
     def refused(cls, reason: str = "", load: LoadReport | None = None) -> Outcome:
-        """The target turned the request away (503); it is left alone for a while, and the request goes elsewhere."""
+        """The target turned the request away (503)."""
         return cls(OutcomeKind.REFUSED, reason, load=load)
 
     @classmethod
     def declined(cls, load: LoadReport | None = None, cached_tokens: int | None = None) -> Outcome:
-        """The target handed the prompt back: it would take longer than the decision's budget.
-
-        `cached_tokens` is what it holds of the prompt. It stays in use, and the prompt goes where it is best now.
-        """
+        """The target handed the prompt back, over the budget; `cached_tokens` is what it holds of it."""
         return cls(OutcomeKind.DECLINED, "", cached_tokens, None, load)
 
     @classmethod
     def failed(cls, reason: str = "") -> Outcome:
-        """The target could not be reached, or broke off; forwards to it are suspended at once."""
+        """The target could not be reached, or broke off."""
         return cls(OutcomeKind.FAILED, reason)
 
     @classmethod
@@ -94,15 +83,13 @@ class Outcome:
 
 
 class Decision(NamedTuple):
-    """Where a prompt goes. `target` and `fallbacks` are endpoints; `url` is the target's service address.
+    """Where a prompt goes. `target` and `fallbacks`, in order, are endpoints; `url` is the target's service address.
 
     `matched_tokens` and `expected_ttft_s` (seconds) are those of the target. `expected_saving_s` is against serving the
     prompt at the origin, 0.0 when that is what is done or not possible. `candidates` are all that were weighed.
-    `budget_s` goes with a forward: a target that expects to need more hands the prompt back. Such a target's own
-    decision is `declined`: nothing is booked, and nothing is to be served.
-
-    `zone` is the origin's label. `excluded` is the endpoint that holds more of the prompt than any candidate does, in a
-    zone to which nothing is forwarded: neither candidate nor fallback.
+    `budget_s` goes with a forward: a target that expects to need more hands the prompt back, and its own decision is
+    `declined`: nothing is booked, and nothing is to be served. `zone` is the origin's label. `excluded` is the endpoint
+    that holds more of the prompt than any candidate does, in a zone to which nothing is forwarded.
     """
 
     id: int
@@ -122,11 +109,8 @@ class Decision(NamedTuple):
     excluded: tuple[Candidate, ...] = ()
 
     def candidate(self, endpoint: str) -> Candidate | None:
-        """Return what an endpoint was weighed at; None if it was not. O(candidates), of which there are a handful."""
-        for weighed in self.candidates:
-            if weighed.endpoint == endpoint:
-                return weighed
-        return None
+        """Return what an endpoint was weighed at; None if it was not. O(candidates), a handful."""
+        return next((weighed for weighed in self.candidates if weighed.endpoint == endpoint), None)
 
 
 def decided(
@@ -141,28 +125,85 @@ def decided(
     zone: str,
     excluded: tuple[Candidate, ...],
 ) -> Decision:
-    """Make the decision for `best`; `origin_s` is the least cost of another candidate that is local, else infinite.
+    """Make the decision for `best`; `origin_s` is the least cost of another candidate that is local, else infinite."""
+    local, cost_s, declined = best.local, best.cost_s, False
+    saving_s = 0.0 if local or not cost_s < origin_s < inf else origin_s - cost_s
+    # In the order of the fields, without the constructor of named tuples, which takes twice as long.
+    target = (ticket, best.endpoint, local, url, fallbacks, best.prompt_tokens, best.matched_tokens, cost_s, saving_s)
+    why = (reason, candidates, inf if local else budget_s, declined, zone, excluded)
+    return tuple.__new__(Decision, target + why)
 
-    Every decision is made here, and without the constructor of named tuples, which takes twice as long.
-    """
-    local, cost_s = best.local, best.cost_s
-    return tuple.__new__(
-        Decision,
-        (
-            ticket,  # id
-            best.endpoint,  # target
-            local,
-            url,
-            fallbacks,
-            best.prompt_tokens,
-            best.matched_tokens,
-            cost_s,  # expected_ttft_s
-            0.0 if local or not cost_s < origin_s < inf else origin_s - cost_s,  # expected_saving_s
-            reason,
-            candidates,
-            inf if local else budget_s,
-            False,  # declined
-            zone,
-            excluded,
-        ),
-    )
+
+_AS_THEY_ARE = ("target", "local", "url", "reason", "prompt_tokens", "matched_tokens")
+
+
+class Explanation(NamedTuple):
+    """A decision, term by term."""
+
+    decision: Decision
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain JSON values; times in milliseconds."""
+        d = self.decision
+        return {
+            "decision": d.id,
+            **{name: getattr(d, name) for name in _AS_THEY_ARE},
+            "expected_ttft_ms": _ms(d.expected_ttft_s),
+            "expected_saving_ms": _ms(d.expected_saving_s),
+            "budget_ms": None if d.budget_s == inf else _ms(d.budget_s),
+            "declined": d.declined,
+            "fallbacks": list(d.fallbacks),
+            "zone": d.zone,
+            "candidates": [self._row(c) for c in d.candidates],
+            "excluded": [self._row(c) for c in d.excluded],
+        }
+
+    def text(self) -> str:
+        """Return a table for people; times in milliseconds, the chosen candidate marked."""
+        d = self.decision
+        lines = [
+            f"{d.prompt_tokens} tokens -> {d.target} ({d.reason}); {d.matched_tokens} cached there, "
+            f"first token in {_ms(d.expected_ttft_s)} ms, saves {_ms(d.expected_saving_s)} ms",
+            f"  {'endpoint':<24}{'match':>7}{'conf':>6}{'rtt':>8}{'wait':>9}{'fixed':>8}{'prefill':>9}{'cost':>9}"
+            f"{'delays':>8}  push-back   age",
+        ]
+        for c in (*d.candidates, *d.excluded):
+            mark = "*" if c.endpoint == d.target else " "
+            name = c.endpoint + (" (local)" if c.local else "")
+            zone = f"  zone {c.zone}" if c.zone else ""
+            if c.withheld is not None:
+                zone = f"  {c.withheld.text(d.zone, c.zone)}"
+            lines.append(
+                f"{mark} {name:<24}{c.matched_tokens:>7}{c.confidence:>6.2f}{_ms(c.rtt_s):>8}{_ms(c.wait_s):>9}"
+                f"{_ms(c.overhead_s):>8}{_ms(c.prefill_s):>9}{_ms(c.cost_s):>9}{_ms(c.delays_s):>8}"
+                f"  {c.state.name.lower():<9}{_ms(c.age_s):>8}{'  expected' if c.predicted else ''}{zone}"
+            )
+        return "\n".join(lines)
+
+    def _row(self, c: Candidate) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "endpoint": c.endpoint,
+            "local": c.local,
+            "matched_tokens": c.matched_tokens,
+            "confidence": round(c.confidence, 3),
+            **{f"{term}_ms": _ms(getattr(c, f"{term}_s")) for term in ("rtt", "wait", "overhead", "prefill", "cost")},
+            "push_back": c.state.name.lower(),
+            "age_ms": _ms(c.age_s),
+            "queued": c.queued,
+            "expected": c.predicted,
+            "evicted_tokens": round(c.evicted_tokens),
+            "delays_ms": _ms(c.delays_s),
+            "zone": c.zone,
+        }
+        if c.withheld is not None:
+            needs_s, saves_s = c.withheld
+            row["withheld"] = {
+                "why": c.withheld.text(self.decision.zone, c.zone),
+                "needs_ms": None if needs_s == inf else _ms(needs_s),
+                "saves_ms": _ms(saves_s),
+            }
+        return row
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 2)

@@ -16,12 +16,12 @@ from bisect import bisect_left, insort
 from collections import Counter
 from itertools import islice
 from math import inf
+from operator import attrgetter
 
 from ..keys.names import owner_of
-from ..load import PushBackState
+from ..load import LoadReport, PushBackState
 from .ledger import Send
-from .pace import Pace
-from .standing import DEFAULT_RTT_S, LocalStanding, PeerStanding, Standing
+from .standing import DEFAULT_REPORT, DEFAULT_RTT_S, LocalStanding, PeerStanding, Standing
 from .trust import Suspension
 from .zones import Gate
 
@@ -32,47 +32,42 @@ SAMPLED = 32
 """Endpoints taken by chance where none is found up there: the best of so many is within 3 % of the best rank."""
 
 
+_RANK = attrgetter("rank")
+
+
 class Fleet:
     """All standings, ranked, with masks of who is usable."""
 
     def __init__(self, rng: random.Random, gate: Gate | None = None) -> None:
         self._rng = rng
-        self._gate = gate
+        self.gate = gate
         self._ranking: list[tuple[float, float, int]] = []
         self.standings: dict[str, Standing] = {}
         self.by_bit: dict[int, Standing] = {}
-        self.usable = 0
-        self.overloaded = 0
-        self.local = 0
-        self.guarded = 0
-        """Candidates above a saving only."""
-        self.barred = 0
-        """Out by a rule for zones, and by nothing else."""
+        self.usable = self.overloaded = self.local = 0
+        self.guarded = self.barred = 0
+        """Candidates above a saving only; those out by a rule for zones, and by nothing else."""
         self.passing = 0
         """Those of which time alone changes what is believed: they push back or are suspended, for a while."""
         self._owners: Counter[str] = Counter()
         """Endpoints by owner: of this node's, and of its peers' own word or of others' about them."""
         self._untried: dict[str, Suspension] = {}
-        self._typical_s = 0.0
-        """Work of a typical forward to a peer that holds a prefix of it."""
-        self._cold_s = 0.0
-        """Work of a typical prompt of which its endpoint holds nothing."""
+        self._typical_s = self._cold_s = 0.0
+        """Work of a typical forward to a peer that holds a prefix of it, and of a prompt of which nothing is held."""
 
     def book(self, standing: Standing, ticket: int, work_s: float, hit: bool, now: float, until: float) -> None:
-        """Book a request at an endpoint; `hit` says whether it holds some of the prompt. O(log n) and a memmove.
-
-        Every other origin is taken to forward as often as this one, and as much as a hit takes.
-        """
+        """Book a request at an endpoint; `hit` says whether it holds some of the prompt. O(log n) and a memmove."""
         standing.ledger.book(ticket, work_s, now, until)
         if not hit:
             self._cold_s = self._cold_s + 0.1 * (work_s - self._cold_s) if self._cold_s else work_s
         if isinstance(standing, PeerStanding):
             if hit:
                 self._typical_s = self._typical_s + 0.1 * (work_s - self._typical_s) if self._typical_s else work_s
+            # Every other origin is taken to forward as often as this one, and as much as a hit takes.
             mirrored = max(0, len(self._owners) - 2) * min(work_s, self._typical_s)
             standing.queue.sent(ticket, tuple.__new__(Send, (now + standing.rtt_s / 2, work_s + mirrored)))
         elif isinstance(standing, LocalStanding):
-            standing.arrived(now)
+            standing.arrivals.arrived(now)
         self.rank(standing, now)
 
     def release(self, standing: Standing, ticket: int, now: float) -> bool:
@@ -122,8 +117,8 @@ class Fleet:
         standing.refresh(now)
         bit, state = standing.bit, standing.state
         out = state is PushBackState.REFUSING or standing.suspension.blocks(now) or standing.copy.suspected
-        if self._gate is not None and not standing.local:
-            needs = standing.needs_s = self._gate.needs_s(standing.zone)
+        if self.gate is not None and not standing.local:
+            needs = standing.needs_s = self.gate.needs_s(standing.zone)
             self.guarded = self.guarded | bit if 0 < needs < inf else self.guarded & ~bit
             self.barred = self.barred | bit if needs == inf and not out else self.barred & ~bit
             out = out or needs == inf
@@ -148,11 +143,8 @@ class Fleet:
                 self.refresh(other, now)
 
     def rank(self, standing: Standing, now: float) -> None:
-        """Rank an endpoint anew after a booking; ties fall at random. O(log n) and a memmove.
-
-        The ranking picks among those that hold the same, and matters most for a prompt that nobody holds: what such a
-        prompt delays counts (`Candidate.delays_s`).
-        """
+        """Rank an endpoint anew after a booking; ties fall at random. O(log n) and a memmove."""
+        # It matters most for a prompt that nobody holds: what such a prompt delays counts (`Candidate.delays_s`).
         ranking = self._ranking
         if standing.rank is not None:
             del ranking[bisect_left(ranking, standing.rank)]
@@ -174,8 +166,8 @@ class Fleet:
     def refresh_passing(self, now: float) -> None:
         """Bring this node's own endpoints up to date, and those that push back or are suspended: with each exchange.
 
-        A flag that runs out and a pause that is over are noticed so; all else that is believed of an endpoint changes
-        with a word or an outcome, which refresh it, or can wait for the round. O(such endpoints), few as a rule.
+        So a flag that runs out and a pause that is over are noticed; all else changes with a word or an outcome, which
+        refresh it, or can wait for the round. O(such endpoints), few as a rule.
         """
         mask = self.local | self.passing
         while mask:
@@ -186,30 +178,29 @@ class Fleet:
     def _typical_rtt_s(self) -> float:
         """The round trip to a peer that was not measured yet: the upper quartile of those that were.
 
-        A large fleet measures each pair seldom. With 1 ms for a stranger, 64 nodes a second apart forwarded to all of
-        them and lost half of their mean against not routing.
+        With 1 ms for a stranger, 64 nodes a second apart forwarded to all and lost half of their mean to not routing.
         """
         peers = [s.peer for s in self.standings.values() if isinstance(s, PeerStanding) and s.peer is not None]
         measured = sorted(peer.rtt_s for peer in peers if peer.rtt_s is not None)
         return measured[3 * (len(measured) - 1) // 4] if measured else DEFAULT_RTT_S
 
-    def _typical_pace(self) -> Pace:
+    def _typical_pace(self) -> LoadReport:
         """The pace of an endpoint that does not tell its own: this node's, else the slowest known, else the default.
 
         A stranger that looks fast would draw the work that was meant for those who are known to be slower.
         """
         told = [s for s in self.standings.values() if s.copy.advert.report.prefill_tokens_per_s]
         if not told:
-            return Pace()
+            return DEFAULT_REPORT
         typical = min(told, key=lambda standing: (not standing.local, standing.rate))
-        return Pace(typical.rate, typical.overhead_s)
+        return LoadReport(prefill_tokens_per_s=typical.rate, overhead_s=typical.overhead_s)
 
     def cheapest(self, mask: int, n: int) -> list[Standing]:
         """Return the `n` endpoints of `mask` that are cheapest to reach, in order.
 
-        O(n) as a rule: of many endpoints the first are found soon down the ranking. But the holders of a hot prefix may
-        all be at its end, since they are the busiest. So no more than `LOOKED_DOWN` places are read, and where that
-        does not do, the cheapest of `SAMPLED` endpoints taken by chance will: to look at all of 1,024 took 0.3 ms.
+        O(n) as a rule: the first are found soon down the ranking. But the holders of a hot prefix may all be at its
+        end, since they are the busiest: after `LOOKED_DOWN` places the cheapest of `SAMPLED` endpoints taken by chance
+        will do. To look at all of 1,024 took 0.3 ms.
         """
         if not mask & (mask - 1):
             return [self.by_bit[mask]] if mask else []
@@ -225,14 +216,14 @@ class Fleet:
                 # Those that were found are the cheapest of all.
                 for standing in found:
                     mask ^= standing.bit
-                rest = sorted(self._sample(mask), key=_rank_of)
+                rest = sorted(self._sample(mask), key=_RANK)
                 return found + rest[: n - len(found)]
             found.clear()
         while mask:
             low = mask & -mask
             found.append(self.by_bit[low])
             mask ^= low
-        found.sort(key=_rank_of)
+        found.sort(key=_RANK)
         return found[:n]
 
     def _sample(self, mask: int) -> list[Standing]:
@@ -265,8 +256,3 @@ class Fleet:
 def _is_known(standing: Standing) -> bool:
     """Whether its owner is this node or a peer: not one that others merely tell of."""
     return not isinstance(standing, PeerStanding) or standing.peer is not None
-
-
-def _rank_of(standing: Standing) -> tuple[float, float, int]:
-    assert standing.rank is not None
-    return standing.rank

@@ -1,19 +1,18 @@
 """Following decisions up: each attempt is booked at its target, judged by its outcome, and passed on where it failed.
 
-| outcome | booking | learnt of the target | the request |
-|---|---|---|---|
-| served | ends | that it is there, its hit, its lateness, its load | is done |
-| declined | ends | that it is there, its hit, its load; what it could have served in time | is decided anew, once |
-| refused | ends | that it refuses for a while | goes to the next fallback |
-| failed, timed out | ends | that forwards to it fail: it is suspended | goes to the next fallback |
-| cancelled | ends | nothing | is done |
-| none in time | ends | nothing | is given up |
+| outcome | learnt of the target | the request |
+|---|---|---|
+| served | that it is there, its hit, its lateness, its load | is done |
+| declined: over the budget | that it is there, its hit, its load, what it could have served | is decided anew, once |
+| refused | that it refuses for a while | goes to the next fallback |
+| failed, timed out | that forwards to it fail: it is suspended | goes to the next fallback |
+| cancelled | nothing | is done |
+| none in time | nothing | is given up |
 
 Rules:
 1. The expected work is booked at the target with the decision, and released by the first token, the outcome or time.
-2. A failed attempt goes to the next fallback; local execution is the last one.
-3. A target that finds itself slower than the decision's budget hands the prompt back, once; it is decided anew.
-4. Late, repeated and missing reports are harmless.
+2. Local execution is the last fallback.
+3. Late, repeated and missing reports are harmless.
 """
 
 from __future__ import annotations
@@ -47,11 +46,7 @@ class FlightBounds(NamedTuple):
 
 @dataclass(slots=True)
 class Flight:
-    """An attempt under way: what the endpoint that has the request was weighed at, and who is left to try.
-
-    `queued` says whether it had to queue behind others of this node's. A prompt that was `handed_back` once stays where
-    it goes next; an endpoint that declines it all the same is passed over.
-    """
+    """An attempt under way: what the endpoint that has the request was `weighed` at, and who is `left` to try."""
 
     decision: Decision
     chain: TokenChain
@@ -59,37 +54,31 @@ class Flight:
     left: list[str]
     sent_at: float
     queued: bool = False
+    """Whether it had to queue behind others of this node's."""
     handed_back: bool = False
+    """Such a prompt stays where it goes next; an endpoint that declines it all the same is passed over."""
 
 
 class Hooks(NamedTuple):
-    """What the owner of the local endpoints is told.
-
-    `served(flight, standing, outcome, now)`: a request was served, here or elsewhere. `begun(ticket, chain, standing,
-    depth, now)`: a local endpoint is to serve a prompt of which it holds `depth` blocks. `ended(ticket, standing)`:
-    that attempt is over.
-    """
+    """What the owner of the local endpoints is told."""
 
     served: Callable[[Flight, Standing, Outcome, float], None]
+    """A request was served, here or elsewhere, at a time."""
     begun: Callable[[int, TokenChain, Standing, int, float], None]
+    """(ticket, chain, standing, depth, now): a local endpoint is to serve a prompt, and holds `depth` blocks of it."""
     ended: Callable[[int, Standing], None]
+    """That attempt is over."""
 
 
 class Flights:
     """The attempts under way of one node. Calls are O(1) but for a new decision, `expire` and a failure."""
 
-    def __init__(
-        self,
-        router: Router,
-        bounds: FlightBounds,
-        hooks: Hooks,
-        journal: Journal,
-    ) -> None:
+    def __init__(self, router: Router, bounds: FlightBounds, hooks: Hooks, journal: Journal) -> None:
         self.open: dict[int, Flight] = {}
         """By decision, the oldest first. To be read only."""
         self._router = router
         self._fleet = router.fleet
-        self._gate = router.gate
+        self._gate = router.fleet.gate
         self._predictions = router.predictions
         self._bounds = bounds
         self._hooks = hooks
@@ -115,8 +104,9 @@ class Flights:
     def first_token(self, ticket: int, now: float) -> None:
         """Release a request's booked work: its prefill is done."""
         flight = self.open.get(ticket)
-        if flight is not None:
-            self._release(flight, now)
+        standing = self._fleet.standings.get(flight.weighed.endpoint) if flight is not None else None
+        if standing is not None and self._fleet.release(standing, ticket, now):
+            self._fleet.rank(standing, now)
 
     def report(self, ticket: int, outcome: Outcome, now: float, endpoint: str | None = None) -> str | None:
         """Take an attempt's outcome; return the endpoint to try next, or None."""
@@ -166,11 +156,6 @@ class Flights:
             standing.suspension.sent(now)
             self._fleet.refresh_sharing(standing, now)
 
-    def _release(self, flight: Flight, now: float) -> None:
-        standing = self._fleet.standings.get(flight.weighed.endpoint)
-        if standing is not None and self._fleet.release(standing, flight.decision.id, now):
-            self._fleet.rank(standing, now)
-
     def _anew(self, flight: Flight, now: float) -> str | None:
         """Decide again for a prompt that its target handed back. The endpoint that gets it now keeps it."""
         flight.handed_back = True
@@ -211,9 +196,8 @@ class Flights:
 
     def _give_up(self, ticket: int, now: float) -> None:
         """Forget an attempt whose outcome never came."""
-        flight = self.open.pop(ticket)
-        self._release(flight, now)
-        standing = self._fleet.standings.get(flight.weighed.endpoint)
+        self.first_token(ticket, now)
+        standing = self._fleet.standings.get(self.open.pop(ticket).weighed.endpoint)
         if standing is not None and standing.local:
             self._hooks.ended(ticket, standing)
         self._journal.count("outcomes", "missing")
@@ -221,33 +205,26 @@ class Flights:
     # --- what an outcome says of its target ----------------------------------------------------------------
 
     def _judge(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
-        """Learn from an outcome."""
-        kind = outcome.kind
-        # 1. Whether the target is there, by an answer or by a failure.
-        if kind is OutcomeKind.SERVED or kind is OutcomeKind.DECLINED:
-            self._judge_presence(standing, kind)
-        elif kind in _FAILURES:
-            self._judge_failure(flight, standing, outcome.reason or kind.value, now)
-        # 2. Whether it held what was predicted, and answered in time.
-        if kind is OutcomeKind.DECLINED:
+        """Learn from an outcome: is the target there, did it hold what was predicted and answer in time, is it busy."""
+        kind, load = outcome.kind, None
+        if kind in _FAILURES:
+            self._suspend(flight, standing, outcome.reason or kind.value, now)
+        elif kind is OutcomeKind.SERVED or kind is OutcomeKind.DECLINED:
+            self._resume(standing, kind)
             self._compare_hit(flight, standing, outcome.cached_tokens, now)
-        elif kind is OutcomeKind.SERVED:
-            self._judge_answer(flight, standing, outcome, now)
-        # 3. How busy it was when the reply was sent.
-        load = None
+            if kind is OutcomeKind.SERVED:
+                self._judge_answer(flight, standing, outcome, now)
         if isinstance(standing, PeerStanding):
             load = outcome.load
             if load is not None:
                 standing.reply = (load, now - standing.rtt_s / 2)
-            # 4. Whether it declines what, by its own word of that moment, it would have served in time.
             if kind is OutcomeKind.DECLINED:
                 self._judge_decline(flight, standing, outcome.cached_tokens, now)
-        # 5. Whether it takes anything at all.
         if kind is OutcomeKind.REFUSED or (load is not None and load.refusing):
             standing.refused_until = now + self._bounds.refusal_s
             standing.refusal = outcome.reason or (load.reason if load is not None else "")
 
-    def _judge_presence(self, standing: Standing, kind: OutcomeKind) -> None:
+    def _resume(self, standing: Standing, kind: OutcomeKind) -> None:
         """End a suspension: the target answers. To hand back what it could serve is no answer."""
         if isinstance(standing, PeerStanding):
             if kind is OutcomeKind.SERVED:
@@ -257,49 +234,48 @@ class Flights:
         if self._fleet.served(standing):
             self._journal.tell(PeerChanged(owner_of(standing.name), "resumed", standing.name))
 
-    def _judge_failure(self, flight: Flight, standing: Standing, reason: str, now: float) -> None:
+    def _suspend(self, flight: Flight, standing: Standing, reason: str, now: float) -> None:
         """Suspend a peer's endpoint, if the failure is news; this node's own endpoints never are suspended."""
         if not standing.local and standing.suspension.failed(flight.sent_at, now):
             self._fleet.refresh_sharing(standing, now)
             self._journal.tell(PeerChanged(owner_of(standing.name), "suspended", reason))
 
     def _judge_answer(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
-        """Compare an answer with what was expected of it, where it tells its cached tokens."""
+        """Count what an answer tells of its cached tokens, and whether it was in time, but for the work it had."""
         cached, weighed = outcome.cached_tokens, flight.weighed
         self._predictions.served(flight.decision.id)
-        self._compare_hit(flight, standing, cached, now)
         if cached is not None:
             self._journal.count("predicted_tokens", n=weighed.matched_tokens)
             self._journal.count("cached_tokens", n=cached)
             unit = standing.hit_unit or self._router.block_tokens
             standing.accuracy = standing.accuracy.and_one(weighed.matched_tokens, cached, unit)
             if outcome.ttft_s is not None and isinstance(standing, PeerStanding):
+                lateness = standing.lateness
+                told_s = weighed.rtt_s + weighed.wait_s - lateness.excess_s(flight.sent_at) + weighed.overhead_s
                 work_s = (weighed.prompt_tokens - cached) * weighed.s_per_token
-                told_s = weighed.rtt_s + weighed.wait_s - standing.excess_s(flight.sent_at) + weighed.overhead_s
-                standing.surprised(outcome.ttft_s, told_s + work_s, now)
+                lateness.surprised(outcome.ttft_s, told_s + work_s, now)
         self._hooks.served(flight, standing, outcome, now)
 
     def _compare_hit(self, flight: Flight, standing: Standing, cached_tokens: int | None, now: float) -> None:
         """Hold what was predicted against the engine's own count; misses lower the trust in this endpoint's digest."""
-        weighed, predicted = flight.weighed, flight.weighed.matched_tokens
+        predicted = flight.weighed.matched_tokens
         if cached_tokens is None:
             return
-        if weighed.predicted:
-            if cached_tokens < predicted:
-                # The digest has told nothing wrong: it was the prompt before this one that left less than expected.
-                self._predictions.refute(flight.chain, standing)
-        elif predicted:
-            standing.compared(min(1.0, cached_tokens / predicted), now)
+        if not flight.weighed.predicted:
+            if predicted:
+                standing.compared(min(1.0, cached_tokens / predicted), now)
+        elif cached_tokens < predicted:
+            # The digest has told nothing wrong: it was the prompt before this one that left less than expected.
+            self._predictions.refute(flight.chain, standing)
 
     def _judge_decline(self, flight: Flight, standing: PeerStanding, held_tokens: int | None, now: float) -> None:
         """Charge an endpoint that declines although, by what it tells of itself, it would have been in time."""
-        weighed, budget_s = flight.weighed, flight.decision.budget_s
+        weighed, budget_s, lateness = flight.weighed, flight.decision.budget_s, standing.lateness
         standing.refresh(now)
-        held = weighed.matched_tokens if held_tokens is None else held_tokens
-        told_s = standing.told_s(weighed.prompt_tokens - held)
-        if not told_s < budget_s < inf:
-            return
-        standing.surprised(budget_s, told_s, now)
-        standing.lateness.declines += 1
-        if standing.lateness.declines > MAX_DECLINES:
-            self._judge_failure(flight, standing, "it declines what it would serve in time by its own word", now)
+        uncached = weighed.prompt_tokens - (weighed.matched_tokens if held_tokens is None else held_tokens)
+        told_s = standing.queue.reported_s + standing.overhead_s + uncached / standing.rate
+        if told_s < budget_s < inf:
+            lateness.surprised(budget_s, told_s, now)
+            lateness.declines += 1
+            if lateness.declines > MAX_DECLINES:
+                self._suspend(flight, standing, "it declines what it would serve in time by its own word", now)

@@ -9,15 +9,14 @@
 Rules:
 1. Each endpoint's keys are closed under prefixes, so the holders of a prompt's prefixes only shrink with depth and
    depth can be bisected. The work follows the number of distinct depths, never the number of endpoints.
-2. A search answers in strata [(depth, mask)], deepest first: the endpoints in `mask` hold exactly `depth` blocks.
+2. A search answers in strata, deepest first; endpoints that hold nothing of the prompt are in none.
 3. A held key proves all of its prefix, so a copy that is cut short, in the middle of an update, can only
    under-estimate. Keys can collide (2.3e-8 a probe at 64 endpoints x 100k keys): once in some 10 million searches a
    prompt is sent where less of it is. Checking each landing on the blocks above it cost 1.3 us of a search's 8.
 4. A coarse endpoint publishes some of its blocks (`tree`, rule 5): only depth 1 and multiples of its stride are closed.
 5. Removing an endpoint costs its own keys only. An endpoint's bit is reused after it is removed.
 6. A sparse endpoint is so whatever its stride. An engine computes at least one token, so an end at the prompt's last
-   token is of no use, and the end above may be far off. With a stride above 1 some ends are left out, which
-   under-estimates.
+   token is of no use, and the end above may be far off. A stride above 1 leaves out ends, which under-estimates.
 7. Closure may be broken while an endpoint's keys come in slices (`index_feed`); rule 3 holds then as well.
 
 Memory: 96 bytes a distinct key while masks are shared, 194 at most with 1,024 endpoints.
@@ -61,7 +60,7 @@ class MergedIndex:
         self._strides: list[tuple[int, int]] = []
         """(stride, its endpoints) for the strides above 1 that are in use, widest first."""
         self.sparse = 0
-        """Endpoints whose hits end at some depths only, as a mask. To be read only."""
+        """Sparse endpoints, as a mask. To be read only."""
 
     def __len__(self) -> int:
         """Number of distinct keys."""
@@ -125,15 +124,15 @@ class MergedIndex:
             masks[key] = alone if mask is None else mask | bit
         self.sparse = get(_SPARSE, 0)
 
-    def stride(self, bit: int) -> int:
-        """Return the anchor stride of the endpoint with this bit."""
-        return next((anchor_stride for anchor_stride, mask in self._strides if mask & bit), 1)
+    def stride(self, mask: int) -> int:
+        """Return the widest anchor stride among the endpoints of a mask."""
+        return next((anchor_stride for anchor_stride, endpoints in self._strides if endpoints & mask), 1)
 
     def set_stride(self, endpoint: str, anchor_stride: int) -> None:
         """Say which anchor stride an endpoint's keys have; 1, as after `join`, is every block.
 
-        Set it with the keys that have it. A search at this stride also finds keys of a finer one, and under-estimates
-        those of a coarser one. Raises `UsageError` for a stride that does not divide 32.
+        A search at this stride also finds keys of a finer one, and under-estimates those of a coarser one. Raises
+        `UsageError` for a stride that does not divide 32.
         """
         if anchor_stride not in ANCHOR_STRIDES:
             raise UsageError(f"an anchor stride is one of {ANCHOR_STRIDES}, not {anchor_stride!r}")
@@ -147,11 +146,10 @@ class MergedIndex:
         self._coarse = self._coarse | bit if anchor_stride > 1 else self._coarse & ~bit
 
     def search(self, chain: TokenChain, keep: int = DEEPEST, within: int = -1) -> list[Stratum]:
-        """Return the deepest `keep` strata of a prompt, deepest first; endpoints that hold nothing of it are in none.
+        """Return the deepest `keep` strata of a prompt among the endpoints `within` (a mask; -1: all).
 
-        `within` is the mask of the endpoints that are looked at; -1: all. A prompt whose first block nobody holds costs
-        one hash and one look-up. Otherwise O(depth / 32) hashes, and log2(32) more for each distinct depth that is
-        returned, or up to 31 among coarse endpoints.
+        A prompt whose first block nobody holds costs one hash and one look-up. Otherwise O(depth / 32) hashes, and
+        log2(32) more for each distinct depth that is returned, or up to 31 among coarse endpoints.
         """
         if not chain.depth:
             return []
@@ -219,13 +217,12 @@ class MergedIndex:
 
     def _merged(self, strata: list[Stratum], chain: TokenChain, keep: int, others: int) -> list[Stratum]:
         """Return the deepest `keep` of these strata and those of the endpoints `others`, which are of another kind."""
-        if others:
-            for stratum in self.search(chain, keep, others):
-                _add(strata, stratum.depth, stratum.mask)
-            strata.sort(key=_depth_of, reverse=True)
-        return strata[:keep]
-
-    # --- sparse endpoints ----------------------------------------------------------------------------------
+        if not others:
+            return strata[:keep]
+        masks = dict(strata)
+        for depth, mask in self.search(chain, keep, others):
+            masks[depth] = masks.get(depth, 0) | mask
+        return [Stratum(depth, masks[depth]) for depth in sorted(masks, reverse=True)[:keep]]
 
     def _last_ends(self, chain: TokenChain, holders: int, keep: int) -> list[Stratum]:
         """Return the deepest `keep` strata of sparse endpoints: marked sections, deepest first, each depth of them."""
@@ -251,8 +248,6 @@ class MergedIndex:
             start -= STRIDE
         return strata
 
-    # --- coarse endpoints ----------------------------------------------------------------------------------
-
     def _gallop_coarse(self, chain: TokenChain, holders: int, keep: int) -> list[Stratum]:
         """Return the deepest strata of coarse endpoints that hold block 1: by stride ends, bisecting, then anchors."""
         masks = self._masks
@@ -269,7 +264,7 @@ class MergedIndex:
         while brackets and len(strata) < keep:
             lower, above, upper, below = brackets.pop()
             landed = above & ~below
-            anchor_stride = self._widest(landed)
+            anchor_stride = self.stride(landed)
             if upper - lower == anchor_stride:
                 self._try_ends(chain, lower, landed, anchor_stride, strata)
                 continue
@@ -292,10 +287,6 @@ class MergedIndex:
                     return
         strata.append(Stratum(lower, landed))
 
-    def _widest(self, mask: int) -> int:
-        """The widest stride among coarse endpoints."""
-        return next(anchor_stride for anchor_stride, endpoints in self._strides if endpoints & mask)
-
     def keys_of(self, bit: int) -> set[int]:
         """Return the wire keys that have this bit. O(all keys): for checks."""
         return {key for key, mask in self._masks.items() if mask & bit}
@@ -313,15 +304,3 @@ class MergedIndex:
             for name in self.names(mask):
                 found[name].add(key)
         assert found == expected
-
-
-def _depth_of(stratum: Stratum) -> int:
-    return stratum.depth
-
-
-def _add(strata: list[Stratum], depth: int, mask: int) -> None:
-    for i, stratum in enumerate(strata):
-        if stratum.depth == depth:
-            strata[i] = Stratum(depth, stratum.mask | mask)
-            return
-    strata.append(Stratum(depth, mask))

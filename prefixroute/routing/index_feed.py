@@ -1,7 +1,4 @@
-"""Feeds the merged index in slices: what replicas gained and lost enters it a few thousand keys at a time.
-
-A replica changes at once: one array takes the place of another. In the index its 100,000 keys take 30 ms, and no call
-may last so long.
+"""Feeds the merged index in slices: a replica's 100,000 keys change at once, and in the index they take 30 ms.
 
 Rules:
 1. A call into the node feeds `SLICE_KEYS` keys at most; what is left is fed by the calls that follow. Slices are
@@ -20,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 
 from ..keys.keyset import NO_KEYS, Keys
@@ -29,17 +27,15 @@ SLICE_KEYS = 4096
 """Keys that one call feeds: 1.5 ms."""
 
 
+@dataclass(slots=True)
 class _Change:
     """A change of one endpoint's keys that waits: first keys to remove, then keys to add, then `gone` to remove."""
 
-    __slots__ = ("added", "anchor_stride", "endpoint", "gone", "removed")
-
-    def __init__(self, endpoint: str, added: Keys, removed: Keys, anchor_stride: int, gone: Iterator[int]) -> None:
-        self.endpoint = endpoint
-        self.added = added
-        self.removed = removed
-        self.anchor_stride = anchor_stride
-        self.gone = gone
+    endpoint: str
+    added: Keys
+    removed: Keys
+    anchor_stride: int
+    gone: Iterator[int]
 
     def take(self, n: int) -> tuple[list[int], list[int]] | None:
         """Return up to `n` keys to add or remove; None when there are no more."""
@@ -56,19 +52,14 @@ class _Change:
 class IndexFeed:
     """Brings changes into an index. In each call of a node: `begin`, then what takes changes, then `go_on`."""
 
-    __slots__ = ("_index", "_left", "_retired", "_waiting")
+    __slots__ = ("_index", "_left", "_retired", "waiting")
 
     def __init__(self, index: MergedIndex) -> None:
         self._index = index
-        self._waiting: dict[int, deque[_Change]] = {}
-        """By bit; the endpoint that has waited longest is first."""
+        self.waiting: dict[int, deque[_Change]] = {}
+        """By bit; the endpoint that has waited longest is first. To be read only."""
         self._retired: set[int] = set()
         self._left = 0
-
-    @property
-    def waiting(self) -> bool:
-        """Whether anything is left to do."""
-        return bool(self._waiting)
 
     def begin(self) -> None:
         """Begin a call: it may feed one slice."""
@@ -83,8 +74,8 @@ class IndexFeed:
         bit, n = index.bit(endpoint), len(added) + len(removed)
         if anchor_stride > index.stride(bit):
             index.set_stride(endpoint, anchor_stride)
-        if bit in self._waiting or n > self._left:
-            self._waiting.setdefault(bit, deque()).append(_Change(endpoint, added, removed, anchor_stride, iter(())))
+        if bit in self.waiting or n > self._left:
+            self.waiting.setdefault(bit, deque()).append(_Change(endpoint, added, removed, anchor_stride, iter(())))
             return
         self._left -= n
         index.mark(bit, added.tolist(), removed.tolist())
@@ -93,7 +84,7 @@ class IndexFeed:
     def retire(self, endpoint: str, keys: Iterable[int] = ()) -> None:
         """Take an endpoint out of the index; `keys` are all that it has there and that do not wait to be removed."""
         bit = self._index.retire(endpoint)
-        changes = self._waiting.setdefault(bit, deque())
+        changes = self.waiting.setdefault(bit, deque())
         for change in changes:
             change.added = change.added[:0]
         changes.append(_Change(endpoint, NO_KEYS, NO_KEYS, 1, iter(keys)))
@@ -101,8 +92,8 @@ class IndexFeed:
 
     def go_on(self) -> None:
         """Feed what the call has keys left for."""
-        while self._waiting and self._left > 0:
-            bit, changes = next(iter(self._waiting.items()))
+        while self.waiting and self._left > 0:
+            bit, changes = next(iter(self.waiting.items()))
             change = changes[0]
             keys = change.take(self._left)
             if keys is not None:
@@ -113,17 +104,17 @@ class IndexFeed:
                 self._index.set_stride(change.endpoint, max(change.anchor_stride for change in changes))
             changes.popleft()
             if not changes:
-                del self._waiting[bit]
+                del self.waiting[bit]
                 if bit in self._retired:
                     self._retired.remove(bit)
                     self._index.release(bit)
 
     def _check(self, expected: dict[str, set[int]]) -> None:
         """Assert that the index will hold exactly `expected` (endpoint -> wire keys) when nothing waits. O(keys)."""
-        if not self._waiting:
+        if not self.waiting:
             self._index._check(expected)
             return
-        for bit, changes in self._waiting.items():
+        for bit, changes in self.waiting.items():
             keys = self._index.keys_of(bit)
             for change in changes:
                 keys.difference_update(change.removed.tolist())
@@ -132,4 +123,4 @@ class IndexFeed:
                 assert keys == expected[changes[0].endpoint]
         for endpoint in expected:
             bit = self._index.bit(endpoint)
-            assert bit and (bit in self._waiting or self._index.keys_of(bit) == expected[endpoint])
+            assert bit and (bit in self.waiting or self._index.keys_of(bit) == expected[endpoint])

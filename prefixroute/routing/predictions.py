@@ -1,20 +1,20 @@
 """What endpoints will hold: prompts that were routed, until gossip or the engine says so itself.
 
-A digest lags its owner by the time of a prefill and a round. Until then a prompt counts as held by where it was sent,
-so a burst of prompts with one cold prefix goes to one place, not to as many as there are nodes.
+A digest lags its owner by a prefill and a round. Until then a prompt counts as held by where it was sent, so a burst of
+prompts with one cold prefix goes to one place, not to as many as there are nodes.
 
 Rules:
 1. A prediction begins with the decision and ends with a failure, a refusal, `LIFETIME_S`, or when the target's digest
    has moved on twice since the reply: what it was told then has been published by then.
-2. Two prompts are compared by their keys, so namespaces, images and secrets count.
-3. A prompt is compared with the newest few that begin alike, so the cost does not grow with the traffic.
-4. Of what a prompt leaves at a sparse endpoint (`index`, rule 6) only the whole can be reused, up to its end.
+2. A prompt is compared with the newest few that begin alike, so the cost does not grow with the traffic; by their keys,
+   so namespaces, images and secrets count.
+3. Of what a prompt leaves at a sparse endpoint (`index`, rule 6) only the whole can be reused, up to its end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from ..keys.chain import TokenChain, reusable_depth
 from .standing import Standing
@@ -30,22 +30,13 @@ AGAIN = 2
 """Versions of a digest after which it tells what a prediction said."""
 
 
-class Predicted(NamedTuple):
-    """An endpoint that is expected to hold the first `depth` blocks of a prompt."""
-
-    standing: Standing
-    depth: int
-
-
+@dataclass(slots=True)
 class _Prediction:
-    __slots__ = ("chain", "expires_at", "held", "standing")
-
-    def __init__(self, chain: TokenChain, standing: Standing, expires_at: float) -> None:
-        self.chain = chain
-        self.standing = standing
-        self.expires_at = expires_at
-        self.held: tuple[int, int] | None = None
-        """(incarnation, version) of the target's digest that tells it all by itself; None before the reply."""
+    chain: TokenChain
+    standing: Standing
+    expires_at: float
+    held: tuple[int, int] | None = None
+    """(incarnation, version) of the target's digest that tells it all by itself; None before the reply."""
 
     def stands(self, now: float) -> bool:
         """Whether it still counts: it is not too old, and the digest has not moved on past it."""
@@ -80,11 +71,9 @@ class Predictions:
     def served(self, ticket: int) -> None:
         """Note the reply: a local engine has told of the prompt by now, and of a peer's gossip will."""
         prediction = self._by_ticket.get(ticket)
-        if prediction is None:
-            return
-        if prediction.standing.local:
+        if prediction is not None and prediction.standing.local:
             self.drop(ticket)
-        else:
+        elif prediction is not None:
             incarnation, version = prediction.standing.copy.held
             prediction.held = (incarnation, version + AGAIN)
 
@@ -106,8 +95,10 @@ class Predictions:
             if self._by_ticket[ticket].standing is standing:
                 self.drop(ticket)
 
-    def match(self, chain: TokenChain, now: float, known: Mapping[Standing, int], sparse: int = 0) -> list[Predicted]:
-        """Return who is expected to hold more of a prompt than is `known`, the newest first; `sparse` is a mask.
+    def match(
+        self, chain: TokenChain, now: float, known: Mapping[Standing, int], sparse: int = 0
+    ) -> list[tuple[Standing, int]]:
+        """Return who is expected to hold more blocks of a prompt than `known`, the newest first; `sparse` is a mask.
 
         O(1) a prompt compared that shares no more than that, as most do; else O(log depth).
         """
@@ -115,7 +106,7 @@ class Predictions:
         tickets = self._by_first.get(chain.key(1)) if depth else None
         if not tickets:
             return []
-        found: list[Predicted] = []
+        found: list[tuple[Standing, int]] = []
         over: list[int] = []
         keys: dict[int, int] = {}
         compared = 0
@@ -124,16 +115,18 @@ class Predictions:
             if not prediction.stands(now):
                 over.append(ticket)
                 continue
-            other, more = prediction.chain, known.get(prediction.standing, 0) + 1
-            if sparse and prediction.standing.bit & sparse:
-                end = _end(prediction)
-                if more <= end <= (chain.n_tokens - 1) // chain.spec.block_tokens and chain.key(end) == other.key(end):
-                    found.append(Predicted(prediction.standing, end))
+            other, standing = prediction.chain, prediction.standing
+            more = known.get(standing, 0) + 1
+            if sparse and standing.bit & sparse:
+                block = chain.spec.block_tokens
+                end = reusable_depth(other.n_tokens, standing.hit_unit, block)
+                if more <= end <= (chain.n_tokens - 1) // block and chain.key(end) == other.key(end):
+                    found.append((standing, end))
             elif more <= depth and more <= other.depth:
                 # Most targets are known to hold the same, so this prompt's key is asked for once.
                 key = keys.get(more) or keys.setdefault(more, chain.key(more))
                 if key == other.key(more):
-                    found.append(Predicted(prediction.standing, chain.shared(other)))
+                    found.append((standing, chain.shared(other)))
             compared += 1
             if compared == COMPARED:
                 break
@@ -145,9 +138,3 @@ class Predictions:
         """Assert that both maps and the sum of tokens agree."""
         assert sorted(ticket for tickets in self._by_first.values() for ticket in tickets) == sorted(self._by_ticket)
         assert self._tokens == sum(p.chain.n_tokens for p in self._by_ticket.values())
-
-
-def _end(prediction: _Prediction) -> int:
-    """Return how many blocks of a prompt its endpoint can reuse, if it reuses any: whole hit units."""
-    chain = prediction.chain
-    return reusable_depth(chain.n_tokens, prediction.standing.hit_unit, chain.spec.block_tokens)

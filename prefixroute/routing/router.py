@@ -1,19 +1,17 @@
 """Deciding where a prompt goes: index, fleet and policy put together. What follows a decision is in `flights`.
 
 1. who may be chosen            masks of the fleet: usable, overloaded, behind a rule for zones
-2. who holds how much           the index, and prompts that were sent a moment ago (`predictions`)
+2. who holds how much           the index, and prompts that were sent a moment ago (`predictions`): all local endpoints,
+                                the cheapest holders of the deepest prefixes, the cheapest of the others: a handful
 3. what each would take         a `Candidate` each
 4. rules for zones              set apart what saves too little
 5. the policy                   candidates in order, a reason, a budget
 6. the decision                 target, fallbacks, gain, and all that was weighed
 
 Rules:
-1. A decision looks at all local endpoints, the cheapest holders of the deepest prefixes and the cheapest of the others:
-   a handful, however many there are.
-2. Push-back is relative: it is honoured while there is somebody who does not push back. This node's own endpoints stay
+1. Push-back is relative: it is honoured while there is somebody who does not push back. This node's own endpoints stay
    candidates: how long they are busy is known here, and counts.
-3. Rules for zones (`zones`) come before the policy, so that each policy obeys them: where nothing may go there is no
-   candidate, no fallback and no last resort; what would have to save more than it does waits behind all others.
+2. Rules for zones (`zones`) come before the policy, so that each policy obeys them.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from math import inf
-from operator import attrgetter
 
 from ..errors import UsageError
 from ..keys.chain import TokenChain
@@ -39,25 +36,15 @@ MAX_FALLBACKS = 3
 MAX_LOCAL = 64
 """Local endpoints weighed: more ranks than one node serves."""
 
-_COST = attrgetter("cost_s")
 _NOBODY: tuple[Candidate, ...] = ()
 
 
 class Router:
     """Decides. It books nothing and remembers nothing of a prompt, but reads what `Flights` writes."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        index: MergedIndex,
-        fleet: Fleet,
-        block_tokens: int,
-        rng: random.Random,
-        gate: Gate | None = None,
-    ) -> None:
+    def __init__(self, policy: Policy, index: MergedIndex, fleet: Fleet, block_tokens: int, rng: random.Random) -> None:
         self.index = index
         self.fleet = fleet
-        self.gate = gate
         self.block_tokens = block_tokens
         self.predictions = Predictions()
         self._policy = policy
@@ -69,20 +56,16 @@ class Router:
     ) -> tuple[Decision, Candidate]:
         """Weigh all but `without` and let the policy choose; return the decision and what its target was weighed at.
 
-        A request that was `forwarded` here is served here. Raises `UsageError` when nobody can be chosen.
+        What was `forwarded` here is served here. Raises `UsageError` when nobody can be chosen.
         """
-        # Steps 1 to 3.
         candidates, reserve = self._weigh(chain, forwarded, now)
         if without:
             others = [c for c in candidates if c.endpoint != without]
             candidates, reserve = (others, reserve) if others else (reserve or candidates, [])
-        # 4. Set apart what the rules for zones hold back.
-        gate, withheld = (None if forwarded else self.gate), _NOBODY
+        gate, withheld = (None if forwarded else self.fleet.gate), _NOBODY
         if gate is not None:
             candidates, withheld = self._sift(candidates, gate)
-        # 5. Let the policy choose.
         order, reason, budget_s = self._policy.choose(tuple.__new__(Request, (chain, now)), candidates, self._rng)
-        # 6. Put the decision together.
         best = order[0]
         candidates += reserve
         fallbacks, origin_s = _others((*order[1:], *reserve) if reserve else order[1:], withheld)
@@ -90,23 +73,21 @@ class Router:
         if gate is not None:
             candidates += withheld
             zone, excluded = gate.zone, self._excluded(chain, candidates, gate, now)
-            if _quicker(withheld) or _quicker(excluded):
+            # One of those that a rule passed over would have been quicker than the best that it let in.
+            if any(c.withheld.saves_s > 0 for c in (*withheld, *excluded) if c.withheld is not None):
                 reason += ", by the rules for zones"
         if forwarded:
             reason = "forwarded here"
         url, weighed = self.fleet.standings[best.endpoint].copy.url, tuple(candidates)
         return decided(ticket, best, url, fallbacks, origin_s, reason, weighed, budget_s, zone, excluded), best
 
-    # --- steps 1 to 3 --------------------------------------------------------------------------------------
-
     def _weigh(self, chain: TokenChain, forwarded: bool, now: float) -> tuple[list[Candidate], list[Candidate]]:
         """Return the candidates, and the local endpoints that are kept in reserve because they push back."""
         fleet, block, n_tokens = self.fleet, self.block_tokens, chain.n_tokens
-        # 1. Who may be chosen, and who is looked at.
         guarded = 0 if forwarded else fleet.guarded
         eligible = fleet.local if forwarded else self._eligible(guarded)
         looked_at = eligible | fleet.local
-        # 2. Who holds how much. Far endpoints must not be looked at instead of near ones: they may come to nothing.
+        # Far endpoints must not be looked at instead of near ones: they may come to nothing.
         depths: dict[Standing, int] = {}
         self._find(chain, looked_at & ~guarded, depths)
         if guarded:
@@ -118,17 +99,14 @@ class Router:
             if here and standing.bit & looked_at and depth > depths.get(standing, 0):
                 depths[standing] = depth
                 predicted |= standing.bit
-        # 3. What each would take.
         candidates: list[Candidate] = []
         reserve: list[Candidate] = []
         for standing, depth in depths.items():
             bit = standing.bit
             weighed = standing.weigh(depth, n_tokens, block, now, bit & predicted != 0)
             (candidates if bit & eligible else reserve).append(weighed)
-        if candidates:
-            return candidates, reserve
-        if reserve:
-            return reserve, []
+        if candidates or reserve:
+            return (candidates, reserve) if candidates else (reserve, [])
         if forwarded:
             raise UsageError("a forwarded request is served where it arrives, and this node has no endpoint of its own")
         return self._last_resort(n_tokens, block, now), []
@@ -138,13 +116,11 @@ class Router:
         fleet = self.fleet
         usable, ours = fleet.usable, fleet.local
         free = usable & ~fleet.overloaded
-        eligible = free | usable & ours if free else usable
-        if guarded:
-            # An endpoint that has to save something is compared with the others, busy or not: that they are busy is
-            # no reason to leave them alone.
-            near = usable & ~guarded
-            eligible = free & ~guarded | near & ours if free & ~guarded else near
-            eligible |= (free if free else usable) & guarded
+        # An endpoint that has to save something is compared with the others, busy or not: that they are busy is no
+        # reason to leave them alone.
+        near = usable & ~guarded
+        eligible = free & near | near & ours if free & near else near
+        eligible |= (free or usable) & guarded
         return eligible | ours if self._keeps_local else eligible
 
     def _find(self, chain: TokenChain, within: int, depths: dict[Standing, int]) -> None:
@@ -166,9 +142,7 @@ class Router:
         if unseen:
             # Beyond the strata that were asked for, an endpoint may still hold a shorter prefix.
             more = len(strata) == DEEPEST
-            for standing in fleet.cheapest(unseen & ~ours, 1):
-                depths[standing] = index.depth(chain, standing.bit) if more else 0
-            for standing in fleet.cheapest(unseen & ours, MAX_LOCAL):
+            for standing in (*fleet.cheapest(unseen & ~ours, 1), *fleet.cheapest(unseen & ours, MAX_LOCAL)):
                 depths[standing] = index.depth(chain, standing.bit) if more else 0
 
     def _last_resort(self, n_tokens: int, block: int, now: float) -> list[Candidate]:
@@ -177,11 +151,10 @@ class Router:
         if not standings:
             raise UsageError("no endpoint is known: add_endpoint, or add_peer and let gossip run first")
         allowed = [standing.weigh(0, n_tokens, block, now) for standing in standings if standing.needs_s < inf]
-        if not allowed and self.gate is not None:
-            raise UsageError(f"the rules of zone {self.gate.zone!r} forbid forwards to every endpoint that is known")
+        gate = self.fleet.gate
+        if not allowed and gate is not None:
+            raise UsageError(f"the rules of zone {gate.zone!r} forbid forwards to every endpoint that is known")
         return allowed
-
-    # --- rules for zones -----------------------------------------------------------------------------------
 
     def _sift(self, candidates: list[Candidate], gate: Gate) -> tuple[list[Candidate], tuple[Candidate, ...]]:
         """Return those to choose from, and by cost those that save too little against the best that need not save."""
@@ -202,7 +175,7 @@ class Router:
             withheld.append(c._replace(withheld=Withheld(needs_s, saves_s)))
             if saves_s > 0:
                 gate.withheld("above", c.zone)
-        withheld.sort(key=_COST)
+        withheld.sort(key=lambda c: c.cost_s)
         return kept, tuple(withheld)
 
     def _excluded(
@@ -241,8 +214,3 @@ def _others(others: Iterable[Candidate], withheld: Sequence[Candidate]) -> tuple
     if withheld:
         local += [c.endpoint for c in withheld[:MAX_FALLBACKS]]
     return (*remote[:MAX_FALLBACKS], *local), origin_s
-
-
-def _quicker(passed_over: Sequence[Candidate]) -> bool:
-    """Whether one of those that a rule passed over would have been quicker than the best that it let in."""
-    return any(c.withheld.saves_s > 0 for c in passed_over if c.withheld is not None)

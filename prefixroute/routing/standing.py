@@ -18,17 +18,19 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import exp
+from math import exp, inf
 
-from ..load import LoadReport, PushBackState
-from ..policy.interface import Candidate, weighed
+from ..load import DEFAULT_OVERHEAD_S, DEFAULT_PREFILL_TOKENS_PER_S, LoadReport, PushBackState
+from ..policy.interface import Candidate
 from ..replication.copies import Copy, Peer
-from .ledger import ArrivalRate, Ledger, Queue
-from .pace import Pace, RateEstimate
+from .ledger import ArrivalRate, Ledger, Queue, RateEstimate
 from .trust import Accuracy, Lateness, Misses, Suspension
 
 BELIEF = 0.95
 """Share of a remote match that is counted: a digest lags its owner by a round or so."""
+
+DEFAULT_REPORT = LoadReport(prefill_tokens_per_s=DEFAULT_PREFILL_TOKENS_PER_S, overhead_s=DEFAULT_OVERHEAD_S)
+"""Rate and fixed time of an endpoint while no other is known to tell its own."""
 
 DEFAULT_RTT_S = 0.001
 """Network round trip to a peer until it is measured."""
@@ -37,82 +39,42 @@ DEFAULT_RTT_S = 0.001
 class Standing:
     """What both kinds of endpoint have. Made as one of them, and kept ready for `weigh` by `refresh`."""
 
-    __slots__ = (
-        "_eviction_age_s",
-        "_room_tokens",
-        "_waiting",
-        "accuracy",
-        "bit",
-        "confidence",
-        "copy",
-        "default",
-        "hit_unit",
-        "ledger",
-        "local",
-        "misses",
-        "name",
-        "needs_s",
-        "overhead_s",
-        "rank",
-        "rate",
-        "refusal",
-        "refused_until",
-        "rtt_s",
-        "state",
-        "suspension",
-        "trust",
-        "zone",
-    )
-
     def __init__(self, copy: Copy, local: bool, bit: int) -> None:
         # Who it is.
         self.copy = copy
         self.name = copy.endpoint
         self.local = local
-        """Whether the endpoint is this node's own: a `LocalStanding`."""
         self.bit = bit
-        """Its bit in masks, as the index gave it."""
+        """In masks, as the index gave it."""
         # What this node and its requests did there.
         self.ledger = Ledger()
-        """What this node booked there."""
         self.suspension = Suspension()
-        """Whether forwards to it fail; shared with others while it has served none."""
-        self.refused_until = float("-inf")
-        """Clock reading, in seconds, until which it counts as refusing, since it turned a request away."""
-        self.refusal = ""
-        """The reason that it gave."""
+        """Shared with others while it has served nothing."""
+        self.refused_until, self.refusal = -inf, ""
+        """Clock reading, in seconds, until which it counts as refusing, since it turned a request away; its reason."""
         self.trust = 1.0
         """Share of predicted hits that came true lately, 0 to 1."""
         self.misses = Misses()
-        """Predicted hits in a row that were none."""
         self.accuracy = Accuracy()
-        """All predictions that were compared, since the endpoint is known."""
         # What the fleet sets.
-        self.default = Pace()
+        self.default = DEFAULT_REPORT
         """What is taken for a pace that the endpoint does not tell."""
         self.needs_s = 0.0
         """Seconds that a forward there has to save by the rules for zones; infinite: none may go there."""
         self.rank: tuple[float, float, int] | None = None
         """Where it is in the fleet's ranking: seconds before any prefill, a draw for ties, its bit. None: nowhere."""
-        # What `refresh` reads off.
+        # What `refresh` reads off, in the units of `Candidate`.
         self.rate = self.default.prefill_tokens_per_s
-        """Tokens of prefill a second."""
         self.overhead_s = self.default.overhead_s
-        """Fixed part of a time to first token, in seconds."""
         self.rtt_s = 0.0
-        """Round trip there, in seconds."""
         self.confidence = 1.0
-        """Share of a match that is counted, 0 to 1."""
         self.hit_unit = 0
         """Tokens that its engine reuses as a whole; 0: not known, a block is taken."""
         self.state = PushBackState.OPEN
-        """Its push-back."""
         self.zone = ""
-        """Its owner's label, "" while it is not known."""
         self._waiting = 0
         """Requests that wait there, by its report."""
-        self._room_tokens = self._eviction_age_s = float("inf")
-        """As `Candidate` has them, in tokens and seconds."""
+        self._room_tokens = self._eviction_age_s = inf
 
     def refresh(self, now: float) -> None:
         """Bring all that a decision reads up to date. O(1)."""
@@ -123,8 +85,8 @@ class Standing:
         raise NotImplementedError
 
     def arrivals_per_s(self, now: float) -> float:
-        """Return the requests a second that come to the endpoint."""
-        raise NotImplementedError
+        """Return the requests a second that come to the endpoint: what its owner tells."""
+        return self.copy.advert.arrivals_per_s
 
     def _read(self, report: LoadReport, now: float) -> None:
         """Take what a report and the owner's advert say."""
@@ -152,47 +114,49 @@ class Standing:
             if matched >= n_tokens:
                 matched = n_tokens - 1
             matched -= matched % (self.hit_unit or block_tokens)
-        if self.local:
-            age_s, arrivals_per_s = 0.0, self.arrivals_per_s(now)
-        else:
-            # Read off here: a call for each candidate is felt in a decision.
-            age_s, arrivals_per_s = now - self.copy.heard_at, self.copy.advert.arrivals_per_s
+        rate, rtt_s, wait_s, overhead_s = self.rate, self.rtt_s, self.wait_s(now), self.overhead_s
+        prefill_s = (n_tokens - self.confidence * matched) / rate
         queued, waiting = len(self.ledger.open), self._waiting
-        return weighed(
-            self.name,
-            self.local,
-            n_tokens,
-            depth,
-            matched,
-            self.confidence,
-            self.rtt_s,
-            self.wait_s(now),
-            self.overhead_s,
-            self.rate,
-            self.state,
-            age_s,
-            queued if queued > waiting else waiting,
-            self._room_tokens,
-            self._eviction_age_s,
-            predicted,
-            arrivals_per_s,
-            self.zone,
+        # One tuple, without the constructor of named tuples, which takes twice as long; made of parts it is felt too.
+        return tuple.__new__(
+            Candidate,
+            (
+                self.name,  # endpoint
+                self.local,
+                n_tokens,  # prompt_tokens
+                depth,
+                matched,  # matched_tokens
+                self.confidence,
+                rtt_s,
+                wait_s,
+                overhead_s,
+                prefill_s,
+                rtt_s + wait_s + overhead_s + prefill_s,  # cost_s
+                self.state,
+                0.0 if self.local else now - self.copy.heard_at,  # age_s
+                1 / rate,  # s_per_token
+                queued if queued > waiting else waiting,
+                self._room_tokens,
+                self._eviction_age_s,
+                predicted,
+                # Read off here for a peer: a call for each candidate is felt in a decision.
+                self.arrivals_per_s(now) if self.local else self.copy.advert.arrivals_per_s,
+                self.zone,
+                None,  # withheld
+            ),
         )
 
 
 class LocalStanding(Standing):
     """An endpoint of this node's own. `probed()` returns the tokens that a probe saw queued at its engine.
 
-    That, and not the queue of the advert: the advert counts this node's bookings as well.
+    The queue of the advert would not do: it counts this node's bookings as well.
     """
-
-    __slots__ = ("_arrivals", "_probed", "_probed_s", "estimate")
 
     def __init__(self, copy: Copy, bit: int, now: float, probed: Callable[[], int]) -> None:
         super().__init__(copy, True, bit)
         self.estimate = RateEstimate()
-        """Rate and fixed time as outcomes show them."""
-        self._arrivals = ArrivalRate()
+        self.arrivals = ArrivalRate()
         self._probed = probed
         self._probed_s = 0.0
         """The queue that a probe saw, in seconds of prefill."""
@@ -209,19 +173,13 @@ class LocalStanding(Standing):
         booked_s = self.ledger.wait_s(now) if self.ledger.open else 0.0
         return booked_s if booked_s > self._probed_s else self._probed_s
 
-    def arrived(self, now: float) -> None:
-        """Note a request that the endpoint is to serve."""
-        self._arrivals.arrived(now)
-
     def arrivals_per_s(self, now: float) -> float:
         """Return the requests a second that this node's count shows."""
-        return self._arrivals.per_s(now)
+        return self.arrivals.per_s(now)
 
 
 class PeerStanding(Standing):
     """An endpoint of another node; `peer` is that node, None while it is no peer of this one."""
-
-    __slots__ = ("_late_s", "_surprised_at", "default_rtt_s", "lateness", "peer", "queue", "reply")
 
     def __init__(self, copy: Copy, peer: Peer | None, bit: int, now: float) -> None:
         super().__init__(copy, False, bit)
@@ -232,10 +190,6 @@ class PeerStanding(Standing):
         self.reply: tuple[LoadReport, float] | None = None
         """The load report that came with a reply, and when: the freshest one until gossip brings a later word."""
         self.lateness = Lateness()
-        """First tokens in a row that came late, and prompts handed back."""
-        self._late_s = 0.0
-        """Seconds by which first tokens came later than told, smoothed; below 0: earlier."""
-        self._surprised_at = now
         self.refresh(now)
 
     def refresh(self, now: float) -> None:
@@ -258,26 +212,4 @@ class PeerStanding(Standing):
         """Return the seconds before a prefill begins: what is left of the queue when a prompt sent now arrives."""
         queue = self.queue
         wait = queue.left_s(now + self.rtt_s / 2) if queue.sends or queue.reported_s else 0.0
-        return wait + self.excess_s(now) if self._late_s > 0 else wait
-
-    def arrivals_per_s(self, now: float) -> float:
-        """Return the requests a second that its owner tells of."""
-        return self.copy.advert.arrivals_per_s
-
-    def told_s(self, uncached_tokens: float) -> float:
-        """Return the seconds to a first token there, by its last word alone: its queue, fixed time and rate."""
-        return self.queue.reported_s + self.overhead_s + uncached_tokens / self.rate
-
-    def excess_s(self, now: float) -> float:
-        """Return the seconds by which first tokens came later than expected, lately: what its reports do not tell.
-
-        It fades, so that a peer that is avoided for it is tried again.
-        """
-        # Early ones weigh against late ones, but a peer is not taken for faster than it says.
-        return self._late_s * exp((self._surprised_at - now) / self.lateness.fades_s) if self._late_s > 0 else 0.0
-
-    def surprised(self, ttft_s: float, expected_s: float, now: float) -> None:
-        """Learn from a first token: when it came, and when it was expected by what the peer tells of itself."""
-        self._late_s = self.excess_s(now) or self._late_s
-        self._late_s += self.lateness.weight(ttft_s, expected_s) * (ttft_s - expected_s - self._late_s)
-        self._surprised_at = now
+        return wait + self.lateness.excess_s(now) if self.lateness.late_s > 0 else wait

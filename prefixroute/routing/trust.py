@@ -7,9 +7,8 @@
 | first tokens that come late | `Lateness` | it is taken for slower than it says | tokens in time, or time |
 | every count of cached tokens | `Accuracy` | none: it is for operators | |
 
-Misses in a row weigh more than misses by chance. An honest endpoint misses now and then, since its digest is a round
-old: one miss weighs a tenth. An endpoint that misses again and again claims what it does not hold, and is not to be
-asked twenty times before that is believed.
+An honest endpoint misses now and then, since its digest is a round old. One that misses again and again claims what it
+does not hold, and is not to be asked twenty times before that is believed.
 
     weight of the n-th total miss in a row      1/10, 2/10, 4/10, 1/2, 1/2 ...
     weight of the n-th first token in a row     1/5, 1/5, 2/5, 3/5, 3/5 ...
@@ -21,13 +20,13 @@ Rules:
 1. A streak ends with the first hit, or the first token in time. Without a streak the plain weights (0.1, 0.2) apply.
 2. Forgiving needs no evidence, only time: an endpoint that is not asked cannot show that it is better.
 3. Heartbeats do not end a suspension: a node that speaks may still not serve.
-4. A prediction is compared only with the engine's own count of a served request, and only at the endpoint that served
-   it. The comparison is as fine as what the engine can reuse: a difference of one such unit at most is *near*.
+4. A prediction is compared only with the engine's own count, at the endpoint that served the request, and as finely as
+   the engine can reuse blocks.
 """
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, inf
 from typing import NamedTuple
 
 MISSED = 0.1
@@ -42,6 +41,7 @@ LATE_S = 0.05
 MAX_DECLINES = 1
 """Prompts in a row that an endpoint may hand back though it would have been in time by its own word."""
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _MISS_WEIGHTS = (0.1, 0.2, 0.4, 0.5)
 _LATE_WEIGHTS = (0.2, 0.2, 0.4, 0.6)
 _FORGIVEN_S, _FORGIVEN_MOST_S = 60.0, 600.0
@@ -49,19 +49,12 @@ _FADES_S, _FADES_MOST = 30.0, 8.0
 
 
 class Suspension:
-    """Whether forwards to an endpoint are suspended because they fail.
+    """Whether forwards to an endpoint are suspended because they fail; after a pause one trial is let through."""
 
-    The first failure suspends for `first_s` seconds, each further one doubles that up to `most_s`. When the pause is
-    over one trial is let through, and its success ends the suspension.
-    """
+    __slots__ = ("_failed_at", "_trial_at", "failures")
 
-    __slots__ = ("_failed_at", "_first_s", "_most_s", "_trial_at", "failures")
-
-    def __init__(self, first_s: float = 1.0, most_s: float = 60.0) -> None:
-        self._first_s = first_s
-        self._most_s = most_s
-        self._failed_at = float("-inf")
-        self._trial_at = float("-inf")
+    def __init__(self) -> None:
+        self._failed_at = self._trial_at = -inf
         self.failures = 0
 
     def blocks(self, now: float) -> bool:
@@ -74,7 +67,7 @@ class Suspension:
             self._trial_at = now + self._pause_s()
 
     def failed(self, sent_at: float, now: float) -> bool:
-        """Note that a forward, sent at `sent_at`, failed or timed out; return whether that is news.
+        """Note that a forward failed or timed out; return whether that is news.
 
         When a node dies all forwards under way fail at once: one that was sent before the last failure is no news.
         """
@@ -92,7 +85,7 @@ class Suspension:
 
     def _pause_s(self) -> float:
         # An endpoint can fail for ever; beyond 2**60 there is nothing to double.
-        return min(self._first_s * 2.0 ** min(self.failures - 1, 60), self._most_s)
+        return min(_FIRST_PAUSE_S * 2.0 ** min(self.failures - 1, 60), _LONGEST_PAUSE_S)
 
 
 class Misses:
@@ -126,11 +119,25 @@ class Misses:
 class Lateness:
     """First tokens in a row that came much later than told, and prompts in a row handed back though in time."""
 
-    __slots__ = ("declines", "in_row")
+    __slots__ = ("_at", "declines", "in_row", "late_s")
 
     def __init__(self) -> None:
         self.in_row = 0
         self.declines = 0
+        self.late_s = 0.0
+        """Seconds by which first tokens came later than told, smoothed; below 0: earlier."""
+        self._at = 0.0
+
+    def excess_s(self, now: float) -> float:
+        """Return the seconds by which first tokens came later than told, lately; it fades, so a peer is tried again."""
+        # Early ones weigh against late ones, but a peer is not taken for faster than it says.
+        return self.late_s * exp((self._at - now) / self.fades_s) if self.late_s > 0 else 0.0
+
+    def surprised(self, ttft_s: float, told_s: float, now: float) -> None:
+        """Learn from a first token that came after `ttft_s` seconds and was told for `told_s`."""
+        self.late_s = self.excess_s(now) or self.late_s
+        self.late_s += self.weight(ttft_s, told_s) * (ttft_s - told_s - self.late_s)
+        self._at = now
 
     def weight(self, ttft_s: float, told_s: float) -> float:
         """Note a first token that came after `ttft_s` seconds and was told for `told_s`; return its weight."""
@@ -147,8 +154,8 @@ class Lateness:
 class Accuracy(NamedTuple):
     """Requests by how their predicted hit compares with the cached tokens that the engine reported, and sums of both.
 
-    Each request is one of `exact`, `near` (off by at most one hit unit), `high` and `low` (predicted too much, too
-    little, by more than that). `most_over` is the largest over-estimate in tokens.
+    Each is one of `exact`, `near` (off by one hit unit at most), `high` and `low` (predicted too much, too little).
+    `most_over` is the largest over-estimate in tokens.
     """
 
     exact: int = 0

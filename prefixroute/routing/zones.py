@@ -86,18 +86,16 @@ class Zones:
         if to in ("", ANY):
             named = {b for _, b in self.rules} - {ANY, source}
             own = self.rules.get((source, source), _ALWAYS)
-            return max((own, self._among(source, ANY), *(self._among(source, b) for b in named)), key=_strictness)
+            rules = (own, self._among(source, ANY), *(self._among(source, b) for b in named))
+            return max(rules, key=lambda rule: rule.needs_s)
         if source == to:
             return self.rules.get((source, to), _ALWAYS)
         return self._among(source, to)
 
     def _among(self, source: str, to: str) -> ZoneRule:
         """The rule between two different zones."""
-        for pair in ((source, to), (source, ANY), (ANY, to), (ANY, ANY)):
-            rule = self.rules.get(pair)
-            if rule is not None:
-                return rule
-        return _ALWAYS
+        pairs = ((source, to), (source, ANY), (ANY, to), (ANY, ANY))
+        return next((self.rules[pair] for pair in pairs if pair in self.rules), _ALWAYS)
 
 
 class Gate:
@@ -128,15 +126,9 @@ class Gate:
         self._journal.count(f"zone_withheld_{rule}", self._label(to))
 
     def _label(self, to: str) -> str:
-        if to not in self._counted:
-            if len(self._counted) >= MAX_COUNTED:
-                return ANY
+        if len(self._counted) < MAX_COUNTED:
             self._counted.add(to)
-        return to
-
-
-def _strictness(rule: ZoneRule) -> float:
-    return rule.needs_s
+        return to if to in self._counted else ANY
 
 
 _ALWAYS = ZoneRule()

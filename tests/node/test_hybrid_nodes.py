@@ -140,7 +140,7 @@ def test_what_is_predicted_of_a_sparse_endpoint_is_of_use_at_its_end_alone() -> 
     made.sent(1, TokenChain(spec, 5, base), there, 0.0)
 
     def predicted(tokens: list[int], known: int = 0, sparse: int = there.bit) -> list[int]:
-        return [p.depth for p in made.match(TokenChain(spec, 5, tokens), 0.0, {there: known}, sparse)]
+        return [depth for _, depth in made.match(TokenChain(spec, 5, tokens), 0.0, {there: known}, sparse)]
 
     assert predicted([*base, 7]) == [10]
     assert predicted([*base, 7], known=9) == [10]

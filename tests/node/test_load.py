@@ -16,8 +16,7 @@ from prefixroute import LoadReport, PushBackSettings, PushBackState, UsageError
 from prefixroute.endpoint.push_back import PushBack
 from prefixroute.load import Advert
 from prefixroute.replication.wire import LoadWire, load_from_wire, load_to_wire
-from prefixroute.routing.ledger import ARRIVALS_S, ArrivalRate, Ledger
-from prefixroute.routing.pace import RateEstimate
+from prefixroute.routing.ledger import ARRIVALS_S, ArrivalRate, Ledger, RateEstimate
 from prefixroute.routing.trust import Suspension
 
 exact = settings(derandomize=True, deadline=None, max_examples=150)
@@ -390,7 +389,7 @@ def test_requests_that_say_nothing_about_the_rate_are_left_out() -> None:
 
 
 def test_a_failure_suspends_at_once() -> None:
-    suspension = Suspension(first_s=1.0, most_s=60.0)
+    suspension = Suspension()
     assert not suspension.blocks(0.0)
     assert suspension.failed(sent_at=0.0, now=0.5)
     assert suspension.blocks(0.5)
@@ -408,7 +407,7 @@ def test_what_was_under_way_when_a_node_died_counts_once() -> None:
 
 
 def test_the_pause_grows_to_its_bound() -> None:
-    suspension, now, pauses = Suspension(first_s=1.0, most_s=60.0), 0.0, []
+    suspension, now, pauses = Suspension(), 0.0, []
     for _ in range(9):
         suspension.failed(sent_at=now, now=now + 0.5)
         began = now = now + 0.5
@@ -420,7 +419,7 @@ def test_the_pause_grows_to_its_bound() -> None:
 
 
 def test_an_endpoint_that_fails_for_ever_is_still_tried() -> None:
-    suspension = Suspension(first_s=1.0, most_s=60.0)
+    suspension = Suspension()
     for n in range(3000):
         assert suspension.failed(sent_at=100.0 * n, now=100.0 * n + 1)
     assert suspension.blocks(now=300_000.0 - 99.0)
@@ -428,7 +427,7 @@ def test_an_endpoint_that_fails_for_ever_is_still_tried() -> None:
 
 
 def test_one_trial_at_a_time() -> None:
-    suspension = Suspension(first_s=1.0)
+    suspension = Suspension()
     suspension.failed(0.0, 0.0)
     assert not suspension.blocks(1.0)
     suspension.sent(1.0)
@@ -438,7 +437,7 @@ def test_one_trial_at_a_time() -> None:
 
 
 def test_a_trial_that_fails_lengthens_the_pause_and_one_that_succeeds_ends_it() -> None:
-    suspension = Suspension(first_s=1.0)
+    suspension = Suspension()
     suspension.failed(0.0, 0.0)
     suspension.sent(1.0)
     assert suspension.failed(sent_at=1.0, now=1.5)

@@ -67,7 +67,7 @@ def test_what_is_evicted_on_the_way_there_is_no_hit() -> None:
 
 def test_arrivals_are_counted_here_and_told_of_a_peer() -> None:
     local, remote = standing(local=True), standing(arrivals_per_s=0.25)
-    local.arrived(10.0)
+    local.arrivals.arrived(10.0)
     assert local.arrivals_per_s(10.0) == local.weigh(0, 100, 16, 10.0).arrivals_per_s == pytest.approx(1 / ARRIVALS_S)
     assert remote.arrivals_per_s(10.0) == remote.weigh(0, 100, 16, 10.0).arrivals_per_s == 0.25
 
@@ -473,16 +473,16 @@ def test_a_stranger_is_as_far_as_most_that_were_measured() -> None:
 def test_first_tokens_that_come_late_count_against_what_a_peer_says_and_that_fades() -> None:
     liar = standing()
     for i in range(20):
-        liar.surprised(2.1, 0.1, float(i))
+        liar.lateness.surprised(2.1, 0.1, float(i))
     assert liar.wait_s(19.0) == pytest.approx(2.0, rel=0.3)
     assert liar.wait_s(19.0 + liar.lateness.fades_s) < liar.wait_s(19.0) / 2.5
     for i in range(20):
-        liar.surprised(0.1, 0.1, 20.0 + i)
+        liar.lateness.surprised(0.1, 0.1, 20.0 + i)
     assert liar.wait_s(40.0) < 0.1
 
 
 def test_first_tokens_that_come_early_and_late_in_turn_say_nothing() -> None:
     fair = standing()
     for i in range(40):
-        fair.surprised(0.5 if i % 2 else 0.1, 0.3, i / 10)
+        fair.lateness.surprised(0.5 if i % 2 else 0.1, 0.3, i / 10)
     assert fair.wait_s(4.0) < 0.1

@@ -103,7 +103,7 @@ def test_the_newest_few_are_compared_and_all_is_bounded() -> None:
     spots = [standing(f"n{i}/0") for i in range(COMPARED + 3)]
     for ticket, spot in enumerate(spots):
         made.sent(ticket, chain((1, 8), (ticket + 2, 8)), spot, 0.0)
-    assert [found.standing for found in made.match(chain((1, 8)), 0.0, {})] == spots[: -COMPARED - 1 : -1]
+    assert [there for there, _ in made.match(chain((1, 8)), 0.0, {})] == spots[: -COMPARED - 1 : -1]
     big = TokenChain(SPEC, 5, list(range(KEPT_TOKENS // 4)))
     for ticket in range(100, 110):
         made.sent(ticket, big, spots[0], 0.0)
