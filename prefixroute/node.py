@@ -29,7 +29,8 @@ from collections.abc import Hashable, Sequence
 from math import inf
 from typing import Any
 
-from .endpoint.table import EndpointTable, OwnSettings
+from .endpoint.local import OwnSettings
+from .endpoint.table import EndpointTable
 from .errors import UsageError
 from .events import DEFAULT_NAMESPACE, ContentSpan, EngineBatch, Journal, Namespace, NodeEvent
 from .keys.chain import STRIDE, ChainSpec, TokenChain
@@ -89,16 +90,17 @@ class Node:
         gate = Gate(settings.zone, settings.zones, journal) if settings.zone else None
         # Each node's flag lasts a little longer or shorter, so that not all are asked again at one moment.
         ttl_s = settings.push_back.ttl_s * rng.uniform(0.8, 1.2)
-        own = OwnSettings(settings.push_back, ttl_s, settings.digest_bytes)
-        self._table = EndpointTable(domain, Fleet(rng, gate), own, now, journal)
-        router = Router(policy or RentOrBuy(), self._table.index, self._table.fleet, domain.block_size, rng, gate)
+        own = OwnSettings(domain, settings.push_back, ttl_s, settings.digest_bytes)
+        # Gossip is there before its table, and tells it of changes.
+        self._gossip = Gossip(node, domain, settings, rng, now, journal, lambda *c: self._table.replica_changed(*c))
+        self._peers, self._members = self._gossip.peers, self._gossip.members
+        self._tempo, self._outbox = self._gossip.tempo, self._gossip.outbox
+        fleet, copies = Fleet(rng, gate), self._members.copies
+        self._table = EndpointTable(fleet, own, copies, self._peers, self._tempo.stir, now, journal)
+        router = Router(policy or RentOrBuy(), self._table.index, fleet, domain.block_size, rng, gate)
         bounds = FlightBounds(settings.outcome_timeout_s, settings.push_back.ttl_s, settings.max_in_flight)
         hooks = Hooks(self._served, self._table.begun, self._table.ended)
         self._flights = Flights(router, bounds, hooks, journal)
-        self._gossip = Gossip(node, domain, settings, rng, now, journal, self._table.replica_changed)
-        self._peers, self._members = self._gossip.peers, self._gossip.members
-        self._tempo, self._outbox = self._gossip.tempo, self._gossip.outbox
-        self._table.attach(self._members.copies, self._peers, self._tempo.stir)
         if secrets:
             self.set_secrets(secrets)
 
@@ -245,7 +247,7 @@ class Node:
     def load(self, endpoint: str, now: float) -> LoadReport:
         """Return what the endpoint advertises right now; fit to ride in a reply."""
         local = self._table.local(endpoint)
-        self._table.advertise(local, now)
+        local.advertise(now)
         return local.copy.advert.report
 
     def residency(self, endpoint: str) -> Residency:

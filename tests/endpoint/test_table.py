@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
 
-from prefixroute import Domain, EngineBatch, LoadReport, NodeEvent, PushBackSettings, ResidencyChanged, UsageError
-from prefixroute.endpoint.table import EndpointTable, OwnSettings
+from prefixroute import Domain, EngineBatch, LoadReport, PushBackSettings, ResidencyChanged, UsageError
+from prefixroute.endpoint.local import OwnSettings
+from prefixroute.endpoint.table import EndpointTable
+from prefixroute.events import Journal
 from prefixroute.keys.keyset import NO_KEYS, Keys
 from prefixroute.replication.copies import Copy, Peer
 from prefixroute.replication.gossip_settings import GossipSettings
@@ -26,12 +27,11 @@ class World:
     def __init__(self) -> None:
         self.copies: dict[str, Copy] = {}
         self.peers: dict[str, Peer] = {}
-        self.told: list[NodeEvent] = []
         self.news: list[float] = []
-        own = OwnSettings(PushBackSettings(), 2.0, 49152)
+        self.journal = Journal()
+        own = OwnSettings(Domain("m", "t"), PushBackSettings(), 2.0, 49152)
         fleet = Fleet(random.Random(1))
-        self.table = EndpointTable(Domain("m", "t"), fleet, own, 0.0, self.told.append, Counter())
-        self.table.attach(self.copies, self.peers, self.news.append)
+        self.table = EndpointTable(fleet, own, self.copies, self.peers, self.news.append, 0.0, self.journal)
 
     def own(self, name: str, now: float = 0.0) -> None:
         self.copies[name] = Copy(name, True, 1, now)
@@ -137,5 +137,5 @@ def test_a_batch_of_another_rank_changes_nothing_and_is_told_once() -> None:
     for rank in (0, 1, 1):
         events = stored(list(range(rank, rank + 64))).events
         world.table.apply("n0/0", EngineBatch(events, rank), 1.0)
-    assert [event.state for event in world.told if isinstance(event, ResidencyChanged)] == ["mixed"]
+    assert [event.state for event in world.journal.take_events() if isinstance(event, ResidencyChanged)] == ["mixed"]
     assert world.table.local("n0/0").residency.live_blocks == 4
