@@ -33,8 +33,6 @@ class Anchors:
     Begin with `rebuild`. Raises `UsageError` for a stride that is not one of `ANCHOR_STRIDES`.
     """
 
-    __slots__ = ("_blocks", "_repeats", "anchor_stride", "wires")
-
     def __init__(self, anchor_stride: int) -> None:
         self.anchor_stride = _checked(anchor_stride)
         self.wires: set[int] = set()

@@ -7,14 +7,6 @@
 | outcomes | `served` | hit unit, history |
 | decisions | `promise`, `publisher.over` | published set |
 
-It pushes back (`load`, rule 2) in these states:
-
-| state | from | until |
-|---|---|---|
-| overloaded | `enter_s` of queued work | `leave_s` of it |
-| refusing | the engine says so, or turned a request away | `ttl_s` after the last time |
-| open | neither | |
-
 Rules:
 1. The engine's events are the truth. Without any, after `SILENT_AFTER` served prompts or at the caller's word, what was
    routed stands in for them, and an event says so (Dynamo #11984). The first block that the engine tells of ends that.
@@ -60,7 +52,6 @@ from .publisher import Promise, Publisher
 
 SILENT_AFTER = 16
 """Prompts of two blocks or more served without one engine event, after which the stream is taken for dead."""
-
 
 PORTION_BLOCKS = 1024
 """Blocks that are applied at once. They take 2 ms, and are 16,384 tokens: as many as engines compute in a step."""
@@ -239,9 +230,11 @@ class LocalEndpoint:
 
 
 class PushBack:
-    """One endpoint's push-back. `reason` says in words why the state is not open."""
+    """One endpoint's push-back (`load`, rule 2). `reason` says in words why the state is not open.
 
-    __slots__ = ("_refused_until", "_settings", "reason", "state")
+    It is overloaded from `enter_s` of queued work down to `leave_s`, and refuses until `ttl_s` after the engine last
+    said so, or turned a request away.
+    """
 
     def __init__(self, settings: PushBackSettings) -> None:
         self._settings = settings

@@ -10,7 +10,9 @@ Rules:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from ..keys.chain import TokenChain, wire_key
@@ -54,10 +56,8 @@ class Publisher:
         noted = self._note(gained, lost)
         if self._anchors is None:
             self._publish(noted)
-        else:
-            source = self._residency.published()
-            if source.touched > FOLLOW_BLOCKS:
-                self._publish(self._anchors.follow(source))
+        elif self._residency.published().touched > FOLLOW_BLOCKS:
+            self._publish(self._anchors.follow(self._residency.published()))
         return noted
 
     def over(self, ticket: int) -> None:
@@ -164,8 +164,6 @@ class Promise(NamedTuple):
 class Promises:
     """What one endpoint promises, by prompt, and how many prompts promise each wire key."""
 
-    __slots__ = ("_made", "_new", "counts")
-
     def __init__(self) -> None:
         self._new: dict[int, Promise] = {}
         """By ticket: prompts of which nothing is published yet."""
@@ -204,9 +202,5 @@ class Promises:
 
     def _check(self) -> None:
         """Assert that the counts are those of the promises."""
-        counts: dict[int, int] = {}
-        for keys in self._made.values():
-            for wire in keys:
-                counts[wire] = counts.get(wire, 0) + 1
-        assert counts == self.counts._counts
+        assert Counter(chain.from_iterable(self._made.values())) == self.counts._counts
         assert not self._new.keys() & self._made.keys()

@@ -37,10 +37,7 @@ from .local import LocalEndpoint, OwnSettings
 
 
 class EndpointTable:
-    """Every endpoint that a node knows, its own and others'. What it has to tell goes to the `journal`.
-
-    `copies` and `peers` are gossip's. `news(now)` is called when peers should soon hear of a change here.
-    """
+    """Every endpoint that a node knows. `news(now)` is called when peers should soon hear of a change here."""
 
     def __init__(
         self,
@@ -180,8 +177,6 @@ class EndpointTable:
     def _join(self, copy: Copy, now: float) -> None:
         bit, peer = self.index.join(copy.endpoint), self._peers.get(owner_of(copy.endpoint))
         self.fleet.add(PeerStanding(copy, peer, bit, now), now)
-
-    # --- parts ---------------------------------------------------------------------------------------------
 
     def _apply(self, local: LocalEndpoint, batch: EngineBatch | None, now: float) -> None:
         """Apply the next portion of what an engine did, of this batch or of one that still waits."""

@@ -380,7 +380,7 @@ def test_history_is_an_lru_cache_of_what_was_served(seed: int) -> None:
         plain.served(namespace, tokens)
         residency.apply(history.served(chain(tokens, namespace)))
         assert set(residency.keys()) == plain.keys(), f"seed {seed}"
-        assert len(history) == len(plain.blocks) <= capacity
+        assert len(history._blocks) == len(plain.blocks) <= capacity
         residency._check()
     assert residency.counts.unknown_removals == residency.counts.orphans == 0
 
@@ -404,4 +404,4 @@ def test_history_tells_only_what_changed() -> None:
 def test_history_leaves_images_out() -> None:
     history = RoutingHistory()
     assert history.served(chain(prompt(1, 4), contents=(ContentSpan("cat", 3),))).events == ()
-    assert len(history) == 0
+    assert len(history._blocks) == 0
