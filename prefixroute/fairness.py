@@ -198,7 +198,13 @@ class FairQueue:
             self.ahead_tokens -= request.charge
         if uncached_tokens is not None:
             # What came to nothing took no fixed time either.
-            self._correct(request, uncached_tokens and uncached_tokens + self.settings.overhead_tokens)
+            charge = uncached_tokens and uncached_tokens + self.settings.overhead_tokens
+            more = charge - request.charge
+            account.tokens += more
+            account.finish += more / request.weight
+            self._last = max(self._last, account.finish)
+            if more and account.held:
+                self._take_turn(account)
         return self._release(now)
 
     def overtaken(self, tenant: str) -> int:
@@ -218,19 +224,12 @@ class FairQueue:
 
     def stats(self) -> list[FairStats]:
         """Return the accounts, in the order in which they were last used. O(tenants)."""
-        return [
-            FairStats(
-                account.name,
-                len(account.held),
-                account.held_tokens,
-                min(0.0, self._clock - account.finish) * self.settings.weights.get(account.name, 1.0),
-                account.released,
-                account.tokens,
-                account.waited_s,
-                account.refused,
-            )
-            for account in self._accounts.values()
-        ]
+        rows = []
+        for a in self._accounts.values():
+            lacks = min(0.0, self._clock - a.finish) * self.settings.weights.get(a.name, 1.0)
+            row = (a.name, len(a.held), a.held_tokens, lacks, a.released, a.tokens, a.waited_s, a.refused)
+            rows.append(FairStats(*row))
+        return rows
 
     # --- inside --------------------------------------------------------------------------------------------
 
@@ -285,16 +284,6 @@ class FairQueue:
             # The engine is idle: who used it last owes nobody anything.
             self._clock = self._last
         return released
-
-    def _correct(self, request: _Request, uncached_tokens: int) -> None:
-        account, more = request.account, uncached_tokens - request.charge
-        if not more:
-            return
-        account.tokens += more
-        account.finish += more / request.weight
-        self._last = max(self._last, account.finish)
-        if account.held:
-            self._take_turn(account)
 
     def _check(self) -> None:
         """Assert that counts, turns and requests agree, and that nothing is held that could go. O(requests)."""

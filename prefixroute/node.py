@@ -36,7 +36,7 @@ from .events import DEFAULT_NAMESPACE, ContentSpan, EngineBatch, Journal, Namesp
 from .keys.chain import STRIDE, ChainSpec, TokenChain
 from .keys.chain_memo import ChainMemo
 from .keys.domain import Domain, checked_secrets
-from .keys.names import checked_name
+from .keys.names import checked_name, owner_of
 from .load import LoadReport
 from .policy.interface import Policy
 from .policy.rent_or_buy import RentOrBuy
@@ -52,7 +52,7 @@ from .routing.router import Router
 from .routing.standing import Standing
 from .routing.zones import Gate
 from .settings import NodeSettings
-from .stats import Digest, NodeStats, Tallies, round_trips, row_of
+from .stats import Digest, NodeStats, RoundTrip, Tallies, row_of
 
 SEND_BYTES = 16384
 """Bytes of an answer that are encoded at once: 2 ms."""
@@ -199,7 +199,9 @@ class Node:
         # In turn, so that neither waits for ever where the timer is handled at its own pace.
         if now < self._tempo.next_at or (self._gossiped and self._behind()):
             self._gossiped = False
-            self._slice(now)
+            self._table.feed.go_on()
+            self._outbox.pack(SEND_BYTES)
+            self._table.apply_waiting(now)
             return
         self._gossiped = True
         self._table.advertise_all(now)
@@ -210,8 +212,7 @@ class Node:
         else:
             self._table.fleet.refresh_passing(now)
         self._flights.expire(now)
-        if self._tallies.open:
-            self._tallies.forget(self._flights.open)
+        self._tallies.forget(self._flights.open)
 
     def events(self) -> list[NodeEvent]:
         """Return and forget what there is to tell; at most `MAX_EVENTS` are kept."""
@@ -326,18 +327,24 @@ class Node:
         return {c.endpoint: Digest(c.incarnation, c.keys.version, c.keys.anchor_stride, c.keys.keys) for c in copies}
 
     def stats(self, now: float) -> NodeStats:
-        """Return the node's view of everything it knows. O(endpoints)."""
-        table, members = self._table, self._members
+        """Return the node's view of everything it knows. O(endpoints + peers)."""
+        table = self._table
         rows = [
             row_of(standing, table.locals.get(standing.name), bool(standing.bit & table.fleet.usable), now)
             for standing in table.fleet.standings.values()
         ]
-        peers = {peer.node: peer.state for peer in self._peers.values()}
+        peers = self._peers.values()
+        zones = {owner_of(copy.endpoint): copy.zone for copy in self._members.copies.values() if copy.zone}
         return NodeStats(
-            *(self.node, tuple(rows), peers, len(table.index), len(self._flights.open), dict(self.counters)),
-            zone=self.settings.zone,
-            round_trips=round_trips(self._peers.values(), members.copies.values()),
-            tenants=self._tallies.stats(),
+            self.node,
+            tuple(rows),
+            {peer.node: peer.state for peer in peers},
+            len(table.index),
+            len(self._flights.open),
+            dict(self.counters),
+            self.settings.zone,
+            tuple(RoundTrip(peer.node, zones.get(peer.node, ""), peer.rtt_s) for peer in peers),
+            self._tallies.stats(),
         )
 
     # --- what goes on behind -------------------------------------------------------------------------------
@@ -345,12 +352,6 @@ class Node:
     def _behind(self) -> bool:
         """Whether anything is left to do in slices."""
         return self._table.behind or self._outbox.packing
-
-    def _slice(self, now: float) -> None:
-        """Do a slice of each backlog."""
-        self._table.feed.go_on()
-        self._outbox.pack(SEND_BYTES)
-        self._table.apply_waiting(now)
 
     def _follow(self, now: float) -> None:
         """Bring the table up to date with what gossip learnt."""

@@ -13,14 +13,12 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from typing import Any, NamedTuple, TypeAlias
 
 from .endpoint.local import LocalEndpoint
 from .fairness import MAX_TENANTS, OTHER
 from .keys.keyset import Keys
-from .keys.names import owner_of
-from .replication.copies import Copy, Peer
 from .routing.decision import Decision, Outcome
 from .routing.standing import Standing
 from .routing.trust import Accuracy
@@ -145,23 +143,12 @@ def row_of(standing: Standing, local: LocalEndpoint | None, usable: bool, now: f
     )
 
 
-def round_trips(peers: Iterable[Peer], copies: Iterable[Copy]) -> tuple[RoundTrip, ...]:
-    """Return the way to each peer. O(peers + endpoints)."""
-    zones = {owner_of(copy.endpoint): copy.zone for copy in copies if copy.zone}
-    return tuple(RoundTrip(peer.node, zones.get(peer.node, ""), peer.rtt_s) for peer in peers)
-
-
-# --- counting tenants ----------------------------------------------------------------------------------------
-
-
 _Row: TypeAlias = dict[str, Any]
 """A tenant's counters while they are counted: fields of `TenantStats`."""
 
 
 class Tallies:
     """The tenants' counters of one node. O(1) a call; what is open is bounded by the decisions in flight."""
-
-    __slots__ = ("_rows", "open")
 
     def __init__(self) -> None:
         self._rows: dict[str, _Row] = {}
@@ -198,12 +185,8 @@ class Tallies:
         if not forwarded and cached is not None:
             row["predicted_tokens"] += matched_tokens
             row["cached_tokens"] += cached
-        if not local:
-            row["prefill_forwarded_tokens"] += prefill
-        elif forwarded:
-            row["prefill_received_tokens"] += prefill
-        else:
-            row["prefill_local_tokens"] += prefill
+        here = "prefill_received_tokens" if forwarded else "prefill_local_tokens"
+        row[here if local else "prefill_forwarded_tokens"] += prefill
 
     def forget(self, flights: Container[int]) -> None:
         """Forget decisions that are not in flight any more. O(open)."""
