@@ -237,19 +237,16 @@ class FairQueue:
         accounts = self._accounts
         account = accounts.get(tenant)
         if account is None:
-            if len(accounts) >= MAX_TENANTS and not self._forget_one():
-                tenant = OTHER
+            if len(accounts) >= MAX_TENANTS:
+                # The account that was used longest ago makes room, if nothing hangs on it.
+                oldest = next(iter(accounts.values()))
+                if oldest.open or oldest.finish > self._clock or oldest.name == OTHER:
+                    tenant = OTHER
+                else:
+                    del accounts[oldest.name]
             account = accounts.setdefault(tenant, _Account(tenant))
         accounts.move_to_end(tenant)
         return account
-
-    def _forget_one(self) -> bool:
-        """Make room for an account: the one that was used longest ago goes, if nothing hangs on it."""
-        oldest = next(iter(self._accounts.values()))
-        if oldest.open or oldest.finish > self._clock or oldest.name == OTHER:
-            return False
-        del self._accounts[oldest.name]
-        return True
 
     def _take_turn(self, account: _Account) -> None:
         account.stamp += 1

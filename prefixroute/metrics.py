@@ -21,7 +21,7 @@ from .events import flat_name
 from .fairness import FairQueue
 from .node import Node
 from .routing.zones import FORWARDS
-from .stats import EndpointStats, NodeStats
+from .stats import NodeStats
 
 _LABELLED = {
     "rejected": ("prefixroute_datagrams_rejected", "Datagrams that could not be used.", "kind"),
@@ -143,7 +143,7 @@ def _zones(stats: NodeStats, counts: _Counts) -> Iterator[Metric]:
 
 def _predictions(stats: NodeStats) -> Iterator[Metric]:
     labels = "node endpoint local"
-    ids = [((stats.node, row.endpoint, _flag(row)), row.accuracy) for row in stats.endpoints]
+    ids = [((stats.node, row.endpoint, str(row.local).lower()), row.accuracy) for row in stats.endpoints]
     text = "Predicted hits against the engine's own count: equal, within one hit unit, too high, too low."
     rows: _Rows = [((*known, result), getattr(accuracy, result)) for known, accuracy in ids for result in _RESULTS]
     yield _family(CounterMetricFamily, "endpoint_predictions", text, f"{labels} result", rows)
@@ -165,7 +165,7 @@ def _predictions(stats: NodeStats) -> Iterator[Metric]:
 def _gauges(stats: NodeStats) -> Iterator[Metric]:
     node = stats.node
     for field, text in _ENDPOINT_GAUGES.items():
-        rows: _Rows = [((node, row.endpoint, _flag(row)), getattr(row, field)) for row in stats.endpoints]
+        rows: _Rows = [((node, row.endpoint, str(row.local).lower()), getattr(row, field)) for row in stats.endpoints]
         yield _family(GaugeMetricFamily, f"endpoint_{_with_unit(field)}", text, "node endpoint local", rows)
     rows = [((node, row.endpoint, row.push_back), 1) for row in stats.endpoints]
     text = "1 for the state that holds."
@@ -205,7 +205,3 @@ def _family(
 
 def _with_unit(field: str) -> str:
     return field.removesuffix("_s") + "_seconds" if field.endswith("_s") else field
-
-
-def _flag(row: EndpointStats) -> str:
-    return "true" if row.local else "false"

@@ -360,9 +360,9 @@ class Node:
 
     def _served(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """Learn from a request that was served: of a local endpoint, its engine's speed and cache show."""
-        decision, weighed, chain = flight.decision, flight.weighed, flight.chain
+        decision, chain = flight.decision, flight.chain
         if self._tallies.open:
-            self._tallies.served(decision, standing.local, weighed.matched_tokens, outcome)
+            self._tallies.served(decision, standing.local, flight.weighed.matched_tokens, outcome)
         local = self._table.locals.get(standing.name)
         if local is not None:
             if outcome.ttft_s is not None and outcome.cached_tokens is not None:

@@ -316,7 +316,11 @@ class Mesh:
         """Let `seconds` pass: timers fire and datagrams arrive, each at its moment."""
         end = self.now + seconds
         while True:
-            self._collect()
+            for node in self.nodes.values():
+                for address, data in node.datagrams_to_send(self.now):
+                    self._sent += 1
+                    at = self.now + self.delays.get((node.node, str(address)), 0.0)
+                    heappush(self._under_way, (at, self._sent, node.node, str(address), data))
             up = [node for node in self.nodes.values() if node.node not in self.down]
             due = [node.next_timer() for node in up] + [at for at, *_ in self._under_way[:1]]
             if not due or min(due) > end:
@@ -329,10 +333,3 @@ class Mesh:
             for node in up:
                 node.handle_timer(self.now)
         self.now = end
-
-    def _collect(self) -> None:
-        for node in self.nodes.values():
-            for address, data in node.datagrams_to_send(self.now):
-                self._sent += 1
-                at = self.now + self.delays.get((node.node, str(address)), 0.0)
-                heappush(self._under_way, (at, self._sent, node.node, str(address), data))
