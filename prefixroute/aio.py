@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Callable, Hashable
 from ipaddress import ip_address
-from types import TracebackType
 from typing import Protocol, TypeAlias
 
 from typing_extensions import Self
@@ -26,7 +25,6 @@ from .node import Node
 
 MAX_QUEUED_DATAGRAMS = 4096
 """Received and not yet handled; beyond it the newest are dropped, as a kernel's socket buffer would."""
-
 
 READ_AT_ONCE = 32
 """Datagrams that one turn of the event loop reads: some 0.3 ms."""
@@ -48,15 +46,12 @@ class Transport(Protocol):
 
     async def send(self, address: Hashable, data: bytes) -> None:
         """Send one datagram; may fail with `OSError`, which is counted."""
-        ...  # pragma: no cover
 
     async def receive(self) -> tuple[bytes, Hashable]:
         """Wait for a datagram; return it and where it came from."""
-        ...  # pragma: no cover
 
     async def close(self) -> None:
         """Release what the transport holds."""
-        ...  # pragma: no cover
 
 
 class UdpTransport:
@@ -137,11 +132,8 @@ class UdpTransport:
                 self._inbox.put_nowait((data, source))
         if refused:
             self._loop.remove_reader(self._endpoint)
-            self._pause = self._loop.call_later(max(refused / MAX_REFUSED_PER_S, PAUSE_S), self._go_on)
-
-    def _go_on(self) -> None:
-        self._pause = None
-        self._loop.add_reader(self._endpoint, self._read)
+            pause_s = max(refused / MAX_REFUSED_PER_S, PAUSE_S)
+            self._pause = self._loop.call_later(pause_s, self._loop.add_reader, self._endpoint, self._read)
 
 
 def _parse_contact(contact: str) -> tuple[str, int]:
@@ -188,9 +180,7 @@ class Driver:
         ]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     def wake(self) -> None:

@@ -246,8 +246,6 @@ class Journal:
     flat names, `rejected_forged`.
     """
 
-    __slots__ = ("_events", "counts")
-
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str | None]] = Counter()
         """By (name, label); the label is None for a count that has none. To be read only."""

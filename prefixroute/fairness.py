@@ -88,57 +88,48 @@ class FairStats(NamedTuple):
     refused: int
 
 
+@dataclass(slots=True, eq=False)
 class _Account:
-    __slots__ = ("finish", "held", "held_tokens", "name", "open", "refused", "released", "stamp", "tokens", "waited_s")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.held: OrderedDict[Hashable, _Request] = OrderedDict()
-        self.held_tokens = 0
-        self.open = 0
-        """Requests that entered and did not leave."""
-        self.finish = 0.0
-        """Tokens by weight that it has had, on the clock that all accounts share."""
-        self.stamp = 0
-        self.released = 0
-        self.tokens = 0
-        self.waited_s = 0.0
-        self.refused = 0
+    name: str
+    held: OrderedDict[Hashable, _Request] = field(default_factory=OrderedDict)
+    held_tokens: int = 0
+    open: int = 0
+    """Requests that entered and did not leave."""
+    finish: float = 0.0
+    """Tokens by weight that it has had, on the clock that all accounts share."""
+    stamp: int = 0
+    released: int = 0
+    tokens: int = 0
+    waited_s: float = 0.0
+    refused: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class _Request:
-    __slots__ = ("account", "charge", "entered_at", "released", "ticket", "waiting", "weight")
-
-    def __init__(self, ticket: Hashable, account: _Account, charge: int, weight: float, now: float) -> None:
-        self.ticket = ticket
-        self.account = account
-        self.charge = charge
-        self.weight = weight
-        self.entered_at = now
-        self.waiting = True
-        """Held, or given to the engine and without a first token."""
-        self.released = False
+    ticket: Hashable
+    account: _Account
+    charge: int
+    weight: float
+    entered_at: float
+    waiting: bool = True
+    """Held, or given to the engine and without a first token."""
+    released: bool = False
 
 
 class FairQueue:
-    """The queue of one engine. All calls are O(log tenants) amortised; `stats` and `_check` look at everything."""
+    """The queue of one engine. All calls are O(log tenants) amortised; `stats` and `_check` look at everything.
 
-    __slots__ = (
-        "_accounts",
-        "_ahead",
-        "_clock",
-        "_held",
-        "_last",
-        "_order",
-        "_requests",
-        "_turns",
-        "_window",
-        "settings",
-    )
+    Its attributes are to be read only.
+    """
 
     def __init__(self, settings: FairSettings | None = None) -> None:
         self.settings = settings or FairSettings()
-        self._window = self.settings.window_tokens
+        self.window_tokens = self.settings.window_tokens
+        """The window now."""
+        self.held = 0
+        """Requests that wait here."""
+        self.ahead_tokens = 0
+        """Charged tokens that the engine has and that are without a first token."""
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
         self._requests: dict[Hashable, _Request] = {}
         self._turns: list[tuple[float, int, int, _Account]] = []
@@ -148,29 +139,12 @@ class FairQueue:
         """Where the latest turn began, in tokens by weight."""
         self._last = 0.0
         """The furthest that any account has come."""
-        self._held = 0
-        self._ahead = 0
-
-    @property
-    def held(self) -> int:
-        """Requests that wait here."""
-        return self._held
-
-    @property
-    def ahead_tokens(self) -> int:
-        """Charged tokens that the engine has and that are without a first token."""
-        return self._ahead
-
-    @property
-    def window_tokens(self) -> int:
-        """The window now."""
-        return self._window
 
     def resize(self, window_tokens: int, now: float) -> list[Hashable]:
         """Set the window, as an engine's speed becomes known; return the tickets to release."""
         if window_tokens < 1:
             raise UsageError("a window has at least one token")
-        self._window = window_tokens
+        self.window_tokens = window_tokens
         return self._release(now)
 
     def enter(self, ticket: Hashable, tenant: str, uncached_tokens: int, now: float) -> Entry:
@@ -178,7 +152,7 @@ class FairQueue:
         if ticket in self._requests:
             raise UsageError(f"the ticket {ticket!r} is in the queue already")
         account = self._account(tenant)
-        if len(account.held) >= self.settings.max_held - self._held:
+        if len(account.held) >= self.settings.max_held - self.held:
             account.refused += 1
             return Entry.FULL
         weight = self.settings.weights.get(account.name, 1.0)
@@ -187,7 +161,7 @@ class FairQueue:
         account.open += 1
         account.held[ticket] = request
         account.held_tokens += charge
-        self._held += 1
+        self.held += 1
         if len(account.held) == 1:
             # Level with the others, unless it is ahead of them.
             account.finish = max(account.finish, self._clock)
@@ -201,7 +175,7 @@ class FairQueue:
         if request is None or not request.released or not request.waiting:
             return []
         request.waiting = False
-        self._ahead -= request.charge
+        self.ahead_tokens -= request.charge
         return self._release(now)
 
     def leave(self, ticket: Hashable, now: float, uncached_tokens: int | None = None) -> list[Hashable]:
@@ -216,13 +190,21 @@ class FairQueue:
         account = request.account
         account.open -= 1
         if not request.released:
-            self._withdraw(request)
-        else:
-            if request.waiting:
-                self._ahead -= request.charge
-            if uncached_tokens is not None:
-                # What came to nothing took no fixed time either.
-                self._correct(request, uncached_tokens and uncached_tokens + self.settings.overhead_tokens)
+            del account.held[ticket]
+            account.held_tokens -= request.charge
+            self.held -= 1
+            return self._release(now)
+        if request.waiting:
+            self.ahead_tokens -= request.charge
+        if uncached_tokens is not None:
+            # What came to nothing took no fixed time either.
+            charge = uncached_tokens and uncached_tokens + self.settings.overhead_tokens
+            more = charge - request.charge
+            account.tokens += more
+            account.finish += more / request.weight
+            self._last = max(self._last, account.finish)
+            if more and account.held:
+                self._take_turn(account)
         return self._release(now)
 
     def overtaken(self, tenant: str) -> int:
@@ -242,19 +224,12 @@ class FairQueue:
 
     def stats(self) -> list[FairStats]:
         """Return the accounts, in the order in which they were last used. O(tenants)."""
-        return [
-            FairStats(
-                account.name,
-                len(account.held),
-                account.held_tokens,
-                min(0.0, self._clock - account.finish) * self.settings.weights.get(account.name, 1.0),
-                account.released,
-                account.tokens,
-                account.waited_s,
-                account.refused,
-            )
-            for account in self._accounts.values()
-        ]
+        rows = []
+        for a in self._accounts.values():
+            lacks = min(0.0, self._clock - a.finish) * self.settings.weights.get(a.name, 1.0)
+            row = (a.name, len(a.held), a.held_tokens, lacks, a.released, a.tokens, a.waited_s, a.refused)
+            rows.append(FairStats(*row))
+        return rows
 
     # --- inside --------------------------------------------------------------------------------------------
 
@@ -262,19 +237,16 @@ class FairQueue:
         accounts = self._accounts
         account = accounts.get(tenant)
         if account is None:
-            if len(accounts) >= MAX_TENANTS and not self._forget_one():
-                tenant = OTHER
+            if len(accounts) >= MAX_TENANTS:
+                # The account that was used longest ago makes room, if nothing hangs on it.
+                oldest = next(iter(accounts.values()))
+                if oldest.open or oldest.finish > self._clock or oldest.name == OTHER:
+                    tenant = OTHER
+                else:
+                    del accounts[oldest.name]
             account = accounts.setdefault(tenant, _Account(tenant))
         accounts.move_to_end(tenant)
         return account
-
-    def _forget_one(self) -> bool:
-        """Make room for an account: the one that was used longest ago goes, if nothing hangs on it."""
-        oldest = next(iter(self._accounts.values()))
-        if oldest.open or oldest.finish > self._clock or oldest.name == OTHER:
-            return False
-        del self._accounts[oldest.name]
-        return True
 
     def _take_turn(self, account: _Account) -> None:
         account.stamp += 1
@@ -287,14 +259,14 @@ class FairQueue:
     def _release(self, now: float) -> list[Hashable]:
         """Give the engine work up to the window; return the tickets."""
         released = []
-        while self._held and self._ahead < self._window:
+        while self.held and self.ahead_tokens < self.window_tokens:
             start, _, stamp, account = heappop(self._turns)
             if stamp != account.stamp or not account.held:
                 continue
             _, request = account.held.popitem(last=False)
             account.held_tokens -= request.charge
-            self._held -= 1
-            self._ahead += request.charge
+            self.held -= 1
+            self.ahead_tokens += request.charge
             request.released = True
             self._clock = max(self._clock, start)
             account.finish += request.charge / request.weight
@@ -305,35 +277,19 @@ class FairQueue:
             released.append(request.ticket)
             if account.held:
                 self._take_turn(account)
-        if not self._held and not self._ahead:
+        if not self.held and not self.ahead_tokens:
             # The engine is idle: who used it last owes nobody anything.
             self._clock = self._last
         return released
 
-    def _withdraw(self, request: _Request) -> None:
-        account = request.account
-        del account.held[request.ticket]
-        account.held_tokens -= request.charge
-        self._held -= 1
-
-    def _correct(self, request: _Request, uncached_tokens: int) -> None:
-        account, more = request.account, uncached_tokens - request.charge
-        if not more:
-            return
-        account.tokens += more
-        account.finish += more / request.weight
-        self._last = max(self._last, account.finish)
-        if account.held:
-            self._take_turn(account)
-
     def _check(self) -> None:
         """Assert that counts, turns and requests agree, and that nothing is held that could go. O(requests)."""
         held = [request for account in self._accounts.values() for request in account.held.values()]
-        assert len(held) == self._held <= self.settings.max_held
+        assert len(held) == self.held <= self.settings.max_held
         assert all(self._requests[request.ticket] is request and not request.released for request in held)
         ahead = [request.charge for request in self._requests.values() if request.released and request.waiting]
-        assert sum(ahead) == self._ahead
-        assert not self._held or self._ahead >= self._window
+        assert sum(ahead) == self.ahead_tokens
+        assert not self.held or self.ahead_tokens >= self.window_tokens
         turns = [turn[3].name for turn in self._turns if turn[2] == turn[3].stamp and turn[3].held]
         assert sorted(turns) == sorted(account.name for account in self._accounts.values() if account.held)
         opened = Counter(request.account.name for request in self._requests.values())

@@ -5,7 +5,7 @@ Rule: metrics are read off the node when they are scraped; nothing on the reques
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 try:
@@ -21,7 +21,7 @@ from .events import flat_name
 from .fairness import FairQueue
 from .node import Node
 from .routing.zones import FORWARDS
-from .stats import EndpointStats, NodeStats
+from .stats import NodeStats
 
 _LABELLED = {
     "rejected": ("prefixroute_datagrams_rejected", "Datagrams that could not be used.", "kind"),
@@ -127,97 +127,81 @@ def _counters(node: str, counts: _Counts) -> Iterator[Metric]:
 
 def _zones(stats: NodeStats, counts: _Counts) -> Iterator[Metric]:
     """Forwards by pair of zones, those that a rule withheld, and the way to each peer; only what there is of each."""
-    labels = ["node", "from", "to"]
+    node, zone = stats.node, stats.zone
     text = "Forwards that were tried, by the zones from and to."
-    forwards = CounterMetricFamily("prefixroute_zone_forwards", text, labels=labels)
+    rows: _Rows = [((node, zone, to or ""), value) for (name, to), value in counts if name == _ZONE_FORWARDS]
+    forwards = _family(CounterMetricFamily, "zone_forwards", text, "node from to", rows)
     text = "Prompts that might have been quicker in a zone from which a rule kept them."
-    withheld = CounterMetricFamily("prefixroute_zone_withheld", text, labels=[*labels, "rule"])
-    for (name, to), value in counts:
-        if name == _ZONE_FORWARDS:
-            forwards.add_metric([stats.node, stats.zone, to or ""], value)
-        elif name in _ZONE_WITHHELD:
-            withheld.add_metric([stats.node, stats.zone, to or "", _ZONE_WITHHELD[name]], value)
+    rules = _ZONE_WITHHELD
+    rows = [((node, zone, to or "", rules[name]), value) for (name, to), value in counts if name in rules]
+    withheld = _family(CounterMetricFamily, "zone_withheld", text, "node from to rule", rows)
     text = "Network round trip to a peer in seconds, as gossip measured it."
-    rtt = GaugeMetricFamily("prefixroute_peer_rtt_seconds", text, labels=["node", "peer", "zone"])
-    for way in stats.round_trips:
-        if way.rtt_s is not None:
-            rtt.add_metric([stats.node, way.peer, way.zone], way.rtt_s)
+    rows = [((node, way.peer, way.zone), way.rtt_s) for way in stats.round_trips if way.rtt_s is not None]
+    rtt = _family(GaugeMetricFamily, "peer_rtt_seconds", text, "node peer zone", rows)
     yield from (family for family in (forwards, withheld, rtt) if family.samples)
 
 
 def _predictions(stats: NodeStats) -> Iterator[Metric]:
-    labels = ["node", "endpoint", "local"]
+    labels = "node endpoint local"
+    ids = [((stats.node, row.endpoint, str(row.local).lower()), row.accuracy) for row in stats.endpoints]
     text = "Predicted hits against the engine's own count: equal, within one hit unit, too high, too low."
-    results = CounterMetricFamily("prefixroute_endpoint_predictions", text, labels=[*labels, "result"])
-    for row in stats.endpoints:
-        for result in _RESULTS:
-            results.add_metric([stats.node, row.endpoint, _flag(row), result], getattr(row.accuracy, result))
-    yield results
+    rows: _Rows = [((*known, result), getattr(accuracy, result)) for known, accuracy in ids for result in _RESULTS]
+    yield _family(CounterMetricFamily, "endpoint_predictions", text, f"{labels} result", rows)
     for field, text in _ENDPOINT_SUMS.items():
-        tokens = CounterMetricFamily(f"prefixroute_endpoint_{field}", text, labels=labels)
-        for row in stats.endpoints:
-            tokens.add_metric([stats.node, row.endpoint, _flag(row)], getattr(row.accuracy, field))
-        yield tokens
+        rows = [(known, getattr(accuracy, field)) for known, accuracy in ids]
+        yield _family(CounterMetricFamily, f"endpoint_{field}", text, labels, rows)
     text = "Largest over-estimate of a hit, in tokens."
-    over = GaugeMetricFamily("prefixroute_endpoint_most_over_tokens", text, labels=labels)
+    rows = [(known, accuracy.most_over) for known, accuracy in ids]
+    yield _family(GaugeMetricFamily, "endpoint_most_over_tokens", text, labels, rows)
+    own = [row for row in stats.endpoints if row.local]
     text = "Times that more blocks were live than the engine has, which proves lost removals."
-    inflated = CounterMetricFamily("prefixroute_endpoint_inflated", text, labels=["node", "endpoint"])
+    rows = [((stats.node, row.endpoint), row.inflated) for row in own]
+    yield _family(CounterMetricFamily, "endpoint_inflated", text, "node endpoint", rows)
     text = "1 for what the blocks of a local endpoint are known from."
-    residency = GaugeMetricFamily("prefixroute_endpoint_residency", text, labels=["node", "endpoint", "state"])
-    for row in stats.endpoints:
-        over.add_metric([stats.node, row.endpoint, _flag(row)], row.accuracy.most_over)
-        if row.local:
-            inflated.add_metric([stats.node, row.endpoint], row.inflated)
-            residency.add_metric([stats.node, row.endpoint, row.residency], 1.0)
-    yield from (over, inflated, residency)
+    rows = [((stats.node, row.endpoint, row.residency), 1) for row in own]
+    yield _family(GaugeMetricFamily, "endpoint_residency", text, "node endpoint state", rows)
 
 
 def _gauges(stats: NodeStats) -> Iterator[Metric]:
+    node = stats.node
     for field, text in _ENDPOINT_GAUGES.items():
-        name = field.replace("_s", "_seconds") if field.endswith("_s") else field
-        gauge = GaugeMetricFamily(f"prefixroute_endpoint_{name}", text, labels=["node", "endpoint", "local"])
-        for row in stats.endpoints:
-            gauge.add_metric([stats.node, row.endpoint, _flag(row)], float(getattr(row, field)))
-        yield gauge
-    state = GaugeMetricFamily(
-        "prefixroute_endpoint_push_back", "1 for the state that holds.", labels=["node", "endpoint", "state"]
-    )
-    for row in stats.endpoints:
-        state.add_metric([stats.node, row.endpoint, row.push_back], 1.0)
-    yield state
-    index = GaugeMetricFamily("prefixroute_index_keys", "Distinct keys in the merged index.", labels=["node"])
-    index.add_metric([stats.node], stats.index_keys)
-    yield index
-    flights = GaugeMetricFamily("prefixroute_in_flight", "Decisions without a final outcome.", labels=["node"])
-    flights.add_metric([stats.node], stats.in_flight)
-    yield flights
+        rows: _Rows = [((node, row.endpoint, str(row.local).lower()), getattr(row, field)) for row in stats.endpoints]
+        yield _family(GaugeMetricFamily, f"endpoint_{_with_unit(field)}", text, "node endpoint local", rows)
+    rows = [((node, row.endpoint, row.push_back), 1) for row in stats.endpoints]
+    text = "1 for the state that holds."
+    yield _family(GaugeMetricFamily, "endpoint_push_back", text, "node endpoint state", rows)
+    text = "Distinct keys in the merged index."
+    yield _family(GaugeMetricFamily, "index_keys", text, "node", [((node,), stats.index_keys)])
+    text = "Decisions without a final outcome."
+    yield _family(GaugeMetricFamily, "in_flight", text, "node", [((node,), stats.in_flight)])
 
 
 def _tenants(stats: NodeStats) -> Iterator[Metric]:
     for field, text in _TENANT_SUMS.items() if stats.tenants else ():
-        name = field.removesuffix("_s") + "_seconds" if field.endswith("_s") else field
-        family = CounterMetricFamily(f"prefixroute_tenant_{name}", text, labels=["node", "tenant"])
-        for row in stats.tenants:
-            family.add_metric([stats.node, row.tenant], float(getattr(row, field)))
-        yield family
+        rows: _Rows = [((stats.node, row.tenant), getattr(row, field)) for row in stats.tenants]
+        yield _family(CounterMetricFamily, f"tenant_{_with_unit(field)}", text, "node tenant", rows)
 
 
 def _queues(node: str, queues: Mapping[str, FairQueue]) -> Iterator[Metric]:
-    if not queues:
-        return
-    labels = ["node", "endpoint", "tenant"]
-    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-    for field, text in _QUEUE_GAUGES.items():
-        families[field] = GaugeMetricFamily(f"prefixroute_fair_{field}", text, labels=labels)
-    for field, text in _QUEUE_SUMS.items():
-        name = field.removesuffix("_s") + "_seconds" if field.endswith("_s") else field
-        families[field] = CounterMetricFamily(f"prefixroute_fair_{name}", text, labels=labels)
-    for endpoint, queue in queues.items():
-        for row in queue.stats():
-            for field, family in families.items():
-                family.add_metric([node, endpoint, row.tenant], float(getattr(row, field)))
-    yield from families.values()
+    accounts = [((node, endpoint, row.tenant), row) for endpoint, queue in queues.items() for row in queue.stats()]
+    for kind, texts in ((GaugeMetricFamily, _QUEUE_GAUGES), (CounterMetricFamily, _QUEUE_SUMS)) if queues else ():
+        for field, text in texts.items():
+            rows: _Rows = [(labels, getattr(row, field)) for labels, row in accounts]
+            yield _family(kind, f"fair_{_with_unit(field)}", text, "node endpoint tenant", rows)
 
 
-def _flag(row: EndpointStats) -> str:
-    return "true" if row.local else "false"
+_Rows: TypeAlias = Sequence[tuple[Sequence[str], float]]
+"""Samples of one family: the labels' values, and the value."""
+
+
+def _family(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, labels: str, rows: _Rows
+) -> Metric:
+    family = kind(f"prefixroute_{name}", text, labels=labels.split())
+    for values, value in rows:
+        family.add_metric(values, value)
+    return family
+
+
+def _with_unit(field: str) -> str:
+    return field.removesuffix("_s") + "_seconds" if field.endswith("_s") else field

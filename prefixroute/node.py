@@ -29,13 +29,14 @@ from collections.abc import Hashable, Sequence
 from math import inf
 from typing import Any
 
-from .endpoint.table import EndpointTable, OwnSettings
+from .endpoint.local import OwnSettings
+from .endpoint.table import EndpointTable
 from .errors import UsageError
 from .events import DEFAULT_NAMESPACE, ContentSpan, EngineBatch, Journal, Namespace, NodeEvent
 from .keys.chain import STRIDE, ChainSpec, TokenChain
 from .keys.chain_memo import ChainMemo
 from .keys.domain import Domain, checked_secrets
-from .keys.names import checked_name
+from .keys.names import checked_name, owner_of
 from .load import LoadReport
 from .policy.interface import Policy
 from .policy.rent_or_buy import RentOrBuy
@@ -50,7 +51,7 @@ from .routing.router import Router
 from .routing.standing import Standing
 from .routing.zones import Gate
 from .settings import NodeSettings
-from .stats import Digest, NodeStats, Tallies, round_trips, row_of
+from .stats import Digest, NodeStats, RoundTrip, Tallies, row_of
 
 SEND_BYTES = 16384
 """Bytes of an answer that are encoded at once: 2 ms."""
@@ -88,16 +89,17 @@ class Node:
         gate = Gate(settings.zone, settings.zones, journal) if settings.zone else None
         # Each node's flag lasts a little longer or shorter, so that not all are asked again at one moment.
         ttl_s = settings.push_back.ttl_s * rng.uniform(0.8, 1.2)
-        own = OwnSettings(settings.push_back, ttl_s, settings.digest_bytes)
-        self._table = EndpointTable(domain, Fleet(rng, gate), own, now, journal)
-        router = Router(policy or RentOrBuy(), self._table.index, self._table.fleet, domain.block_size, rng)
+        own = OwnSettings(domain, settings.push_back, ttl_s, settings.digest_bytes)
+        # Gossip is there before its table, and tells it of changes.
+        self._gossip = Gossip(node, domain, settings, rng, now, journal, lambda *c: self._table.replica_changed(*c))
+        self._peers, self._members = self._gossip.peers, self._gossip.members
+        self._tempo, self._outbox = self._gossip.tempo, self._gossip.outbox
+        fleet, copies = Fleet(rng, gate), self._members.copies
+        self._table = EndpointTable(fleet, own, copies, self._peers, self._tempo.stir, now, journal)
+        router = Router(policy or RentOrBuy(), self._table.index, fleet, domain.block_size, rng)
         bounds = FlightBounds(settings.outcome_timeout_s, settings.push_back.ttl_s, settings.max_in_flight)
         hooks = Hooks(self._served, self._table.begun, self._table.ended)
         self._flights = Flights(router, bounds, hooks, journal)
-        self._gossip = Gossip(node, domain, settings, rng, now, journal, self._table.replica_changed)
-        self._peers, self._members = self._gossip.peers, self._gossip.members
-        self._tempo, self._outbox = self._gossip.tempo, self._gossip.outbox
-        self._table.attach(self._members.copies, self._peers, self._tempo.stir)
         if secrets:
             self.set_secrets(secrets)
 
@@ -196,7 +198,9 @@ class Node:
         # In turn, so that neither waits for ever where the timer is handled at its own pace.
         if now < self._tempo.next_at or (self._gossiped and self._behind()):
             self._gossiped = False
-            self._slice(now)
+            self._table.feed.go_on()
+            self._outbox.pack(SEND_BYTES)
+            self._table.apply_waiting(now)
             return
         self._gossiped = True
         self._table.advertise_all(now)
@@ -207,8 +211,7 @@ class Node:
         else:
             self._table.fleet.refresh_passing(now)
         self._flights.expire(now)
-        if self._tallies.open:
-            self._tallies.forget(self._flights.open)
+        self._tallies.forget(self._flights.open)
 
     def events(self) -> list[NodeEvent]:
         """Return and forget what there is to tell; at most `MAX_EVENTS` are kept."""
@@ -244,7 +247,7 @@ class Node:
     def load(self, endpoint: str, now: float) -> LoadReport:
         """Return what the endpoint advertises right now; fit to ride in a reply."""
         local = self._table.local(endpoint)
-        self._table.advertise(local, now)
+        local.advertise(now)
         return local.copy.advert.report
 
     def residency(self, endpoint: str) -> Residency:
@@ -323,18 +326,24 @@ class Node:
         return {c.endpoint: Digest(c.incarnation, c.keys.version, c.keys.anchor_stride, c.keys.keys) for c in copies}
 
     def stats(self, now: float) -> NodeStats:
-        """Return the node's view of everything it knows. O(endpoints)."""
-        table, members = self._table, self._members
+        """Return the node's view of everything it knows. O(endpoints + peers)."""
+        table = self._table
         rows = [
             row_of(standing, table.locals.get(standing.name), bool(standing.bit & table.fleet.usable), now)
             for standing in table.fleet.standings.values()
         ]
-        peers = {peer.node: peer.state for peer in self._peers.values()}
+        peers = self._peers.values()
+        zones = {owner_of(copy.endpoint): copy.zone for copy in self._members.copies.values() if copy.zone}
         return NodeStats(
-            *(self.node, tuple(rows), peers, len(table.index), len(self._flights.open), dict(self.counters)),
-            zone=self.settings.zone,
-            round_trips=round_trips(self._peers.values(), members.copies.values()),
-            tenants=self._tallies.stats(),
+            self.node,
+            tuple(rows),
+            {peer.node: peer.state for peer in peers},
+            len(table.index),
+            len(self._flights.open),
+            dict(self.counters),
+            self.settings.zone,
+            tuple(RoundTrip(peer.node, zones.get(peer.node, ""), peer.rtt_s) for peer in peers),
+            self._tallies.stats(),
         )
 
     # --- what goes on behind -------------------------------------------------------------------------------
@@ -343,12 +352,6 @@ class Node:
         """Whether anything is left to do in slices."""
         return self._table.behind or self._outbox.packing
 
-    def _slice(self, now: float) -> None:
-        """Do a slice of each backlog."""
-        self._table.feed.go_on()
-        self._outbox.pack(SEND_BYTES)
-        self._table.apply_waiting(now)
-
     def _follow(self, now: float) -> None:
         """Bring the table up to date with what gossip learnt."""
         lost = self._members.take_lost()
@@ -356,9 +359,9 @@ class Node:
 
     def _served(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """Learn from a request that was served: of a local endpoint, its engine's speed and cache show."""
-        decision, weighed, chain = flight.decision, flight.weighed, flight.chain
+        decision, chain = flight.decision, flight.chain
         if self._tallies.open:
-            self._tallies.served(decision, standing.local, weighed.matched_tokens, outcome)
+            self._tallies.served(decision, standing.local, flight.weighed.matched_tokens, outcome)
         local = self._table.locals.get(standing.name)
         if local is not None:
             if outcome.ttft_s is not None and outcome.cached_tokens is not None:

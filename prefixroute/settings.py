@@ -14,15 +14,13 @@ from .routing.zones import Zones
 class NodeSettings(GossipSettings):
     """Settings of a node: those of gossip, and these. Raises `UsageError` for what makes no sense.
 
-    `push_back` says when this node's endpoints push back.
-
     `digest_bytes` is what a snapshot of one endpoint's digest may take. While all blocks fit, some 10,000, each is
     published. Of more blocks only every k-th is, and the ends of edges and requests, with the smallest k that fits.
 
     `outcome_timeout_s` is how long the outcome of an attempt is waited for, in seconds; `max_in_flight` how many
     attempts are followed at once, the oldest is given up for the next.
 
-    `zones` are the rules for forwards between zones. `zones` requires `zone`.
+    `zones`, the rules for forwards between zones, require `zone`.
     """
 
     push_back: PushBackSettings = field(default_factory=PushBackSettings)

@@ -13,14 +13,12 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from typing import NamedTuple
+from collections.abc import Container
+from typing import Any, NamedTuple, TypeAlias
 
 from .endpoint.local import LocalEndpoint
 from .fairness import MAX_TENANTS, OTHER
 from .keys.keyset import Keys
-from .keys.names import owner_of
-from .replication.copies import Copy, Peer
 from .routing.decision import Decision, Outcome
 from .routing.standing import Standing
 from .routing.trust import Accuracy
@@ -145,43 +143,12 @@ def row_of(standing: Standing, local: LocalEndpoint | None, usable: bool, now: f
     )
 
 
-def round_trips(peers: Iterable[Peer], copies: Iterable[Copy]) -> tuple[RoundTrip, ...]:
-    """Return the way to each peer. O(peers + endpoints)."""
-    zones = {owner_of(copy.endpoint): copy.zone for copy in copies if copy.zone}
-    return tuple(RoundTrip(peer.node, zones.get(peer.node, ""), peer.rtt_s) for peer in peers)
-
-
-# --- counting tenants ----------------------------------------------------------------------------------------
-
-
-class _Row:
-    """A tenant's counters while they are counted."""
-
-    __slots__ = TenantStats._fields
-
-    def __init__(self, tenant: str) -> None:
-        self.tenant = tenant
-        for name, value in TenantStats._field_defaults.items():
-            setattr(self, name, value)
-
-    tenant: str
-    requests: int
-    received: int
-    forwards: int
-    declined: int
-    prompt_tokens: int
-    predicted_tokens: int
-    cached_tokens: int
-    prefill_local_tokens: int
-    prefill_received_tokens: int
-    prefill_forwarded_tokens: int
-    expected_wait_s: float
+_Row: TypeAlias = dict[str, Any]
+"""A tenant's counters while they are counted: fields of `TenantStats`."""
 
 
 class Tallies:
     """The tenants' counters of one node. O(1) a call; what is open is bounded by the decisions in flight."""
-
-    __slots__ = ("_rows", "open")
 
     def __init__(self) -> None:
         self._rows: dict[str, _Row] = {}
@@ -193,19 +160,18 @@ class Tallies:
         rows = self._rows
         row = rows.get(tenant)
         if row is None:
-            name = tenant if len(rows) < MAX_TENANTS else OTHER
-            row = rows.setdefault(name, _Row(name))
+            row = rows.setdefault(tenant if len(rows) < MAX_TENANTS else OTHER, dict(TenantStats._field_defaults))
         if decision.declined:
-            row.declined += 1
+            row["declined"] += 1
             return
         if forwarded:
-            row.received += 1
+            row["received"] += 1
         else:
-            row.requests += 1
-            row.prompt_tokens += decision.prompt_tokens
-            row.forwards += not decision.local
+            row["requests"] += 1
+            row["prompt_tokens"] += decision.prompt_tokens
+            row["forwards"] += not decision.local
         weighed = decision.candidate(decision.target)
-        row.expected_wait_s += weighed.wait_s if weighed is not None else 0.0
+        row["expected_wait_s"] += weighed.wait_s if weighed is not None else 0.0
         self.open[decision.id] = (row, forwarded)
 
     def served(self, decision: Decision, local: bool, matched_tokens: int, outcome: Outcome) -> None:
@@ -217,14 +183,10 @@ class Tallies:
         cached = outcome.cached_tokens
         prefill = max(0, decision.prompt_tokens - (matched_tokens if cached is None else cached))
         if not forwarded and cached is not None:
-            row.predicted_tokens += matched_tokens
-            row.cached_tokens += cached
-        if not local:
-            row.prefill_forwarded_tokens += prefill
-        elif forwarded:
-            row.prefill_received_tokens += prefill
-        else:
-            row.prefill_local_tokens += prefill
+            row["predicted_tokens"] += matched_tokens
+            row["cached_tokens"] += cached
+        here = "prefill_received_tokens" if forwarded else "prefill_local_tokens"
+        row[here if local else "prefill_forwarded_tokens"] += prefill
 
     def forget(self, flights: Container[int]) -> None:
         """Forget decisions that are not in flight any more. O(open)."""
@@ -233,4 +195,4 @@ class Tallies:
 
     def stats(self) -> tuple[TenantStats, ...]:
         """Return a row for each tenant, in the order in which they came. O(tenants)."""
-        return tuple(TenantStats(*(getattr(row, name) for name in TenantStats._fields)) for row in self._rows.values())
+        return tuple(TenantStats(tenant, **row) for tenant, row in self._rows.items())

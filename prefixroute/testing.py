@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from heapq import heappop, heappush
 
@@ -182,7 +182,9 @@ class AdapterContract:
 
     def test_stores_come_with_the_tokens_of_their_blocks(self) -> None:
         """A store has as many tokens as its blocks hold, or none at all."""
-        for event in self._stores():
+        payloads = [payload for recording in self.recordings() for payload in recording]
+        events = [event for payload in payloads for event in self.decode(payload).events]
+        for event in (event for event in events if isinstance(event, BlocksStored)):
             assert event.block_size > 0
             assert len(event.tokens) in (0, len(event.handles) * event.block_size)
             assert all(0 <= token < 1 << 32 for token in event.tokens)
@@ -256,11 +258,6 @@ class AdapterContract:
             residency._check()
         assert read < len(payloads), "nothing is refused"
 
-    def _stores(self) -> Iterator[BlocksStored]:
-        for recording in self.recordings():
-            for payload in recording:
-                yield from (event for event in self.decode(payload).events if isinstance(event, BlocksStored))
-
     def _applied(self, recording: Sequence[bytes]) -> Residency:
         residency = Residency(self.domain)
         for payload in recording:
@@ -319,7 +316,11 @@ class Mesh:
         """Let `seconds` pass: timers fire and datagrams arrive, each at its moment."""
         end = self.now + seconds
         while True:
-            self._collect()
+            for node in self.nodes.values():
+                for address, data in node.datagrams_to_send(self.now):
+                    self._sent += 1
+                    at = self.now + self.delays.get((node.node, str(address)), 0.0)
+                    heappush(self._under_way, (at, self._sent, node.node, str(address), data))
             up = [node for node in self.nodes.values() if node.node not in self.down]
             due = [node.next_timer() for node in up] + [at for at, *_ in self._under_way[:1]]
             if not due or min(due) > end:
@@ -332,14 +333,3 @@ class Mesh:
             for node in up:
                 node.handle_timer(self.now)
         self.now = end
-
-    def _collect(self) -> None:
-        for node in self.nodes.values():
-            for address, data in node.datagrams_to_send(self.now):
-                self._send(node.node, address, data)
-
-    def _send(self, source: str, address: Hashable, data: bytes) -> None:
-        target = str(address)
-        self._sent += 1
-        at = self.now + self.delays.get((source, target), 0.0)
-        heappush(self._under_way, (at, self._sent, source, target, data))

@@ -13,7 +13,6 @@ Memory: about 120 bytes an anchor.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from math import log2
 
 from ..errors import UsageError
@@ -24,6 +23,9 @@ from ..residency.published import Published
 
 assert ANCHOR_STRIDES[-1] == STRIDE
 
+FOLLOW_BLOCKS = 1024
+"""With more touched blocks the anchors are followed at once: left to the next round they would take too long there."""
+
 
 class Anchors:
     """The published anchors of one endpoint: wire keys, kept up to date from the blocks that were touched.
@@ -31,35 +33,17 @@ class Anchors:
     Begin with `rebuild`. Raises `UsageError` for a stride that is not one of `ANCHOR_STRIDES`.
     """
 
-    __slots__ = ("_blocks", "_repeats", "_stride", "_wires")
-
     def __init__(self, anchor_stride: int) -> None:
-        self._stride = _checked(anchor_stride)
+        self.anchor_stride = _checked(anchor_stride)
+        self.wires: set[int] = set()
+        """The wire keys. To be read only."""
         self._blocks: set[int] = set()
         """64-bit keys."""
-        self._wires: set[int] = set()
         self._repeats = Repeats()
-
-    def __len__(self) -> int:
-        """Number of wire keys."""
-        return len(self._wires)
-
-    def __contains__(self, wire: object) -> bool:
-        """Whether a wire key is one of them."""
-        return wire in self._wires
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield the wire keys, in no order."""
-        return iter(self._wires)
-
-    @property
-    def anchor_stride(self) -> int:
-        """The anchor stride."""
-        return self._stride
 
     def set_stride(self, anchor_stride: int, source: Published) -> Delta:
         """Change the stride; return the wire keys that were gained and lost by it. O(edges + anchors)."""
-        self._stride = _checked(anchor_stride)
+        self.anchor_stride = _checked(anchor_stride)
         return self.rebuild(source)
 
     def rebuild(self, source: Published) -> Delta:
@@ -69,20 +53,22 @@ class Anchors:
         """
         source.watch_anchors(True)
         source.take_touched()
-        before = self._wires
-        self._blocks = set(source.anchors(self._stride))
-        self._wires = set(map(wire_key, self._blocks))
+        before = self.wires
+        self._blocks = set(source.anchors(self.anchor_stride))
+        self.wires = set(map(wire_key, self._blocks))
         self._repeats.clear()
-        if len(self._wires) < len(self._blocks):
-            self._wires = set()
+        if len(self.wires) < len(self._blocks):
+            self.wires = set()
             for key in self._blocks:
                 self._gain(wire_key(key))
-        return Delta(self._wires - before, before - self._wires)
+        return Delta(self.wires - before, before - self.wires)
 
     def follow(self, source: Published) -> Delta:
-        """Bring the set up to date; return the wire keys that were gained and lost. O(touched blocks)."""
+        """Bring the set up to date; return the wire keys that were gained and lost. O(touched blocks), or `rebuild`."""
+        if source.touched > len(self.wires) + FOLLOW_BLOCKS:
+            return self.rebuild(source)
         changes = Delta(set(), set())
-        blocks, anchor_stride = self._blocks, self._stride
+        blocks, anchor_stride = self._blocks, self.anchor_stride
         for key, depth in source.take_touched().items():
             if source.is_anchor(key, depth, anchor_stride):
                 if key not in blocks:
@@ -93,23 +79,23 @@ class Anchors:
                 blocks.remove(key)
                 wire = wire_key(key)
                 if self._repeats.lose(wire):
-                    self._wires.remove(wire)
+                    self.wires.remove(wire)
                     changes.lose(wire)
         return changes
 
     def _gain(self, wire: int) -> bool:
         """Count one more block of a wire key; return whether the wire key is new."""
-        new = self._repeats.gain(wire, wire in self._wires)
+        new = self._repeats.gain(wire, wire in self.wires)
         if new:
-            self._wires.add(wire)
+            self.wires.add(wire)
         return new
 
     def _check(self, source: Published) -> None:
         """Assert that the blocks are the source's anchors, once nothing touched is left over. O(blocks)."""
-        keys = list(source.anchors(self._stride))
+        keys = list(source.anchors(self.anchor_stride))
         assert set(keys) == self._blocks and len(keys) == len(self._blocks)
         counts = Counter(map(wire_key, keys))
-        assert counts.keys() == self._wires
+        assert counts.keys() == self.wires
         assert {wire: n - 1 for wire, n in counts.items() if n > 1} == self._repeats._more
 
 

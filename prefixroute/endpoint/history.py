@@ -4,7 +4,6 @@ Rules:
 1. The guess is a stream like any other: it goes through `residency` as engine events, with the chain's own keys as
    handles. A restart clears it when real events begin.
 2. A prompt's blocks are used deepest first. So the least recently used block is always a leaf, as in an engine.
-3. Memory is bounded by the engine's capacity in blocks.
 """
 
 from __future__ import annotations
@@ -21,17 +20,11 @@ DEFAULT_CAPACITY_BLOCKS = 8192
 
 
 class RoutingHistory:
-    """An LRU cache of the prompts that one endpoint served, as an engine of that many blocks would keep them."""
-
-    __slots__ = ("_blocks", "capacity_blocks")
+    """An LRU cache of the prompts that one endpoint served, as an engine of `capacity_blocks` would keep them."""
 
     def __init__(self, capacity_blocks: int = DEFAULT_CAPACITY_BLOCKS) -> None:
         self.capacity_blocks = capacity_blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        """Number of blocks."""
-        return len(self._blocks)
 
     def clear(self) -> None:
         """Forget all blocks: the engine's cache was emptied."""
@@ -50,12 +43,9 @@ class RoutingHistory:
         for key in reversed(keys):
             self._blocks[key] = None
             self._blocks.move_to_end(key)
-        events: list[EngineEvent] = []
-        dropped: list[int] = []
-        while len(self._blocks) > self.capacity_blocks:
-            dropped.append(self._blocks.popitem(last=False)[0])
-        if dropped:
-            events.append(BlocksRemoved(tuple(dropped)))
+        excess = len(self._blocks) - self.capacity_blocks
+        dropped = tuple([self._blocks.popitem(last=False)[0] for _ in range(excess)])
+        events: list[EngineEvent] = [BlocksRemoved(dropped)] if dropped else []
         if known < depth:
             size = chain.spec.block_tokens
             tokens = np.frombuffer(chain.packed, "<u4")[known * size : depth * size]

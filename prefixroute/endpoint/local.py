@@ -12,6 +12,10 @@ Rules:
    routed stands in for them, and an event says so (Dynamo #11984). The first block that the engine tells of ends that.
 2. What is advertised is the worse of what a probe saw and what this node has booked: a probe lags by its interval, and
    vLLM's gauges read 0 while prompts are in prefill (0.32.0).
+3. A batch of more than `PORTION_BLOCKS` blocks (a replay, a report, a warm start) is applied in portions, so that it
+   does not block the node. In order they come to what the batch does; between two of them only some of its blocks are
+   applied. An event is cut between two of its blocks, and each part continues the one before. A report and an event
+   with items stay whole, since only all of it says what is meant.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import gcd
+from typing import NamedTuple
 
 from ..events import (
     GPU,
@@ -27,7 +32,8 @@ from ..events import (
     BlocksRemoved,
     BlocksStored,
     EngineBatch,
-    NodeEvent,
+    EngineEvent,
+    Journal,
     PushBackChanged,
     ResidencyChanged,
     StreamGap,
@@ -41,72 +47,72 @@ from ..replication.copies import Copy
 from ..replication.writer_set import OwnedSet
 from ..residency.mirror import Residency
 from ..routing.standing import LocalStanding
-from .history import RoutingHistory
-from .portions import is_small, portions
+from .history import DEFAULT_CAPACITY_BLOCKS, RoutingHistory
 from .publisher import Promise, Publisher
-from .push_back import PushBack
 
 SILENT_AFTER = 16
 """Prompts of two blocks or more served without one engine event, after which the stream is taken for dead."""
 
+PORTION_BLOCKS = 1024
+"""Blocks that are applied at once. They take 2 ms, and are 16,384 tokens: as many as engines compute in a step."""
 
-class LocalEndpoint:
-    """The owner's side of one endpoint. Methods return the node events to tell.
 
-    `bit` is the endpoint's in the index, and `held(key)` whether it holds a wire key there.
+class OwnSettings(NamedTuple):
+    """What all of a node's own endpoints share: their domain, and how they push back and publish.
+
+    `ttl_s` is how long peers honour push-back that is not renewed, in seconds; `digest_bytes` what a snapshot may take.
     """
 
-    __slots__ = (
-        "_served_silently",
-        "backlog",
-        "copy",
-        "domain",
-        "history",
-        "publisher",
-        "push_back",
-        "rank",
-        "report",
-        "residency",
-        "standing",
-        "unit",
-    )
+    domain: Domain
+    push_back: PushBackSettings
+    ttl_s: float
+    digest_bytes: int
+
+
+class LocalEndpoint:
+    """The owner's side of one endpoint. Methods return the wire keys that came and went.
+
+    `bit` is the endpoint's in the index, and `held(key)` whether it holds a wire key there. What there is to tell goes
+    to the `journal`.
+    """
 
     def __init__(
         self,
         copy: Copy,
         bit: int,
         now: float,
-        domain: Domain,
-        push_back: PushBackSettings,
+        own: OwnSettings,
         credited: Sequence[str],
-        digest_bytes: int,
         held: Callable[[int], bool],
+        journal: Journal,
     ) -> None:
         assert isinstance(copy.keys, OwnedSet)
         self.copy = copy
-        self.domain = domain
-        self.residency = Residency(domain, credited)
-        self.publisher = Publisher(copy.keys, self.residency, digest_bytes, held)
-        self.push_back = PushBack(push_back)
+        self.residency = Residency(own.domain, credited)
+        self.publisher = Publisher(copy.keys, self.residency, own.digest_bytes, held)
+        self.push_back = PushBack(own.push_back)
         self.backlog: deque[Iterator[EngineBatch]] = deque()
         """What the engine did and is not applied yet, by batch, in portions."""
         self.report = LoadReport()
         """What a probe told last."""
-        self.standing = LocalStanding(copy, bit, now, self._probed_tokens)
+        self.standing = LocalStanding(copy, bit, now, lambda: self.report.queued_tokens)
         self.history: RoutingHistory | None = None
         self.rank: int | None = None
         """The data-parallel rank whose events come, once one came."""
         self.unit = 0
         """Greatest common divisor of the cached tokens that the engine reported: its hit unit, learnt."""
+        self._ttl_s = own.ttl_s
+        self._block_tokens = own.domain.block_size
         self._served_silently = 0
+        self._journal = journal
 
     @property
     def state(self) -> str:
         """Where the blocks are known from: ``exact`` or ``partial`` events, or none (``silent``)."""
         return "silent" if self.history is not None else "partial" if self.residency.partial else "exact"
 
-    def apply(self, batch: EngineBatch, now: float) -> tuple[Delta, list[NodeEvent]]:
-        """Apply what the engine did; return the wire keys that came and went, and what there is to tell."""
+    def apply(self, batch: EngineBatch, now: float) -> Delta:
+        """Apply what the engine did."""
         if self.history is None:
             return self._apply(batch, now)
         if any(isinstance(event, (BlocksStored, BlocksRemoved)) for event in batch.events):
@@ -142,60 +148,54 @@ class LocalEndpoint:
             self.backlog.popleft()
         return None
 
-    def probed(self, report: LoadReport, now: float) -> tuple[Delta, list[NodeEvent]]:
-        """Take a probe's report; return what `apply` would. An engine that sleeps holds nothing (vLLM, levels 1, 2)."""
+    def probed(self, report: LoadReport, now: float) -> Delta:
+        """Take a probe's report. An engine that sleeps holds nothing (vLLM, levels 1, 2)."""
         self.report = report
         self.residency.capacity_tokens = report.capacity_tokens
         if self.history is not None and report.capacity_tokens:
-            self.history.capacity_blocks = max(1, report.capacity_tokens // self.domain.block_size)
+            self.history.capacity_blocks = max(1, report.capacity_tokens // self._block_tokens)
         if report.asleep and self.residency.live_blocks:
             # Its own word for it comes with its next output, after it has woken up. Asked each time, not once: what it
             # told before may come after the first probe, from a replay.
             return self.apply(EngineBatch((BlocksCleared(GPU),)), now)
-        return Delta(set(), set()), []
+        return Delta(set(), set())
 
-    def go_by_history(self, reason: str, now: float) -> tuple[Delta, list[NodeEvent]]:
-        """Let what is routed stand in for events from now on; return what `apply` would."""
+    def go_by_history(self, reason: str, now: float) -> Delta:
+        """Let what is routed stand in for events from now on."""
         if self.history is not None:
-            return Delta(set(), set()), []
-        told: list[NodeEvent] = [ResidencyChanged(self.copy.endpoint, "silent", reason)]
+            return Delta(set(), set())
+        self._tell("silent", reason)
         # What was known is of a life in which there were events.
-        changes, more = self._apply(EngineBatch((StreamRestarted(),) if self.residency.counts.events else ()), now)
-        capacity = self.report.capacity_tokens // self.domain.block_size
-        self.history = RoutingHistory(capacity) if capacity else RoutingHistory()
-        return changes, told + more
+        changes = self._apply(EngineBatch((StreamRestarted(),) if self.residency.counts.events else ()), now)
+        self.history = RoutingHistory(self.report.capacity_tokens // self._block_tokens or DEFAULT_CAPACITY_BLOCKS)
+        return changes
 
-    def served(self, chain: TokenChain, cached_tokens: int | None, now: float) -> tuple[Delta, list[NodeEvent]]:
-        """Learn from a prompt that the engine served; return what `apply` would."""
+    def served(self, chain: TokenChain, cached_tokens: int | None, now: float) -> Delta:
+        """Learn from a prompt that the engine served."""
         self.residency.end_request(chain)
         if cached_tokens is not None:
             self.unit = gcd(self.unit, cached_tokens)
-        told: list[NodeEvent] = []
         if self.history is None:
             if self.residency.counts.stored or chain.depth < 2:
-                return Delta(set(), set()), told
+                return Delta(set(), set())
             self._served_silently += 1
             if self._served_silently < SILENT_AFTER:
-                return Delta(set(), set()), told
+                return Delta(set(), set())
             reason = f"{SILENT_AFTER} prompts served and no engine event: is the event stream on? Going by history"
-            told = self.go_by_history(reason, now)[1]
+            self.go_by_history(reason, now)
         assert self.history is not None
-        changes, more = self._apply(self.history.served(chain), now)
-        return changes, told + more
+        return self._apply(self.history.served(chain), now)
 
     def promise(self, ticket: int, chain: TokenChain, depth: int) -> bool:
         """Announce the blocks beyond `depth` that a prompt will leave; return whether there are any.
 
         An engine keeps whole units of what it computes.
         """
-        whole = reusable_depth(chain.n_tokens, self.residency.hit_unit or self.unit, self.domain.block_size)
-        if whole <= depth:
-            return False
-        self.publisher.promise(ticket, Promise(chain, depth, whole))
-        return True
+        whole = reusable_depth(chain.n_tokens, self.residency.hit_unit or self.unit, self._block_tokens)
+        return self.publisher.promises.begin(ticket, Promise(chain, depth, whole))
 
-    def advertise(self, ttl_s: float, now: float) -> list[NodeEvent]:
-        """Bring the advert up to date; `ttl_s` is how long peers honour push-back that is not renewed."""
+    def advertise(self, now: float) -> None:
+        """Bring the advert up to date."""
         standing = self.standing
         report = standing.estimate.corrected(self.report)
         if now < standing.refused_until:
@@ -206,25 +206,103 @@ class LocalEndpoint:
         state, reason = self.push_back.state, self.push_back.reason
         report = replace(report, queued_tokens=queued, refusing=state is PushBackState.REFUSING, reason=reason)
         unit, confidence = self.residency.hit_unit or self.unit, self.residency.confidence
-        ttl_s = ttl_s if state is not PushBackState.OPEN else 0.0
-        held = self.residency.canonical_blocks * self.domain.block_size
+        ttl_s = self._ttl_s if state is not PushBackState.OPEN else 0.0
+        held = self.residency.canonical_blocks * self._block_tokens
         age_s, arrivals = self.residency.eviction_age_s, standing.arrivals_per_s(now)
         self.copy.advert = Advert(report, state, ttl_s, unit, confidence, held, age_s, arrivals)
-        return [PushBackChanged(self.copy.endpoint, state.name.lower(), reason)] if changed else []
+        if changed:
+            self._journal.tell(PushBackChanged(self.copy.endpoint, state.name.lower(), reason))
 
-    def _probed_tokens(self) -> int:
-        return self.report.queued_tokens
-
-    def _apply(self, batch: EngineBatch, now: float) -> tuple[Delta, list[NodeEvent]]:
-        residency, name = self.residency, self.copy.endpoint
+    def _apply(self, batch: EngineBatch, now: float) -> Delta:
+        residency = self.residency
         partial, restarts, inflated = residency.partial, residency.counts.restarts, residency.counts.inflated
         residency.apply(batch, now)
-        told: list[NodeEvent] = []
         if residency.counts.restarts != restarts:
-            told.append(ResidencyChanged(name, "restarted", "the engine began a new life"))
+            self._tell("restarted", "the engine began a new life")
         if residency.counts.inflated != inflated:
-            told.append(ResidencyChanged(name, "inflated", "more blocks are live than it has: removals were lost"))
+            self._tell("inflated", "more blocks are live than it has: removals were lost")
         if residency.partial != partial:
-            state, reason = ("partial", "events were lost") if residency.partial else ("exact", "cleared")
-            told.append(ResidencyChanged(name, state, reason))
-        return self.publisher.note(*residency.take_changes()), told
+            self._tell(*(("partial", "events were lost") if residency.partial else ("exact", "cleared")))
+        return self.publisher.note(*residency.take_changes())
+
+    def _tell(self, state: str, reason: str) -> None:
+        self._journal.tell(ResidencyChanged(self.copy.endpoint, state, reason))
+
+
+class PushBack:
+    """One endpoint's push-back (`load`, rule 2). `reason` says in words why the state is not open.
+
+    It is overloaded from `enter_s` of queued work down to `leave_s`, and refuses until `ttl_s` after the engine last
+    said so, or turned a request away.
+    """
+
+    def __init__(self, settings: PushBackSettings) -> None:
+        self._settings = settings
+        self._refused_until = float("-inf")
+        self.state = PushBackState.OPEN
+        self.reason = ""
+
+    def update(self, work_s: float, report: LoadReport, now: float) -> bool:
+        """Take the endpoint's queue work in seconds and its report; return whether the state changed."""
+        before = self.state
+        if report.refusing:
+            self._refused_until = now + self._settings.ttl_s
+            self.reason = report.reason or "the engine refuses"
+        if now < self._refused_until:
+            self.state = PushBackState.REFUSING
+        elif work_s >= self._settings.enter_s:
+            self.state, self.reason = PushBackState.OVERLOADED, f"queue of {work_s:.1f} s"
+        elif work_s <= self._settings.leave_s or before is PushBackState.REFUSING:
+            self.state, self.reason = PushBackState.OPEN, ""
+        return self.state is not before
+
+    def refuse(self, reason: str, until: float) -> None:
+        """Note that the engine turned a request away: it refuses until then."""
+        self._refused_until = max(until, self._refused_until)
+        self.reason = reason or "the engine refused a request"
+
+
+# --- batches in portions -------------------------------------------------------------------------------------
+
+
+def is_small(batch: EngineBatch, most: int = PORTION_BLOCKS) -> bool:
+    """Whether a batch of up to `most` blocks is one portion. O(events)."""
+    return len(batch.events) <= most and sum(map(_blocks, batch.events)) <= most
+
+
+def portions(batch: EngineBatch, most: int = PORTION_BLOCKS) -> Iterator[EngineBatch]:
+    """Yield a batch in portions of up to `most` blocks each, or of one event that cannot be cut."""
+    events: list[EngineEvent] = []
+    room = most
+    for event in batch.events:
+        for part in _parts(event, most):
+            n = _blocks(part)
+            if n > room and events:
+                yield EngineBatch(tuple(events), batch.rank, batch.ts)
+                events, room = [], most
+            events.append(part)
+            room -= n
+    yield EngineBatch(tuple(events), batch.rank, batch.ts)
+
+
+def _blocks(event: EngineEvent) -> int:
+    """The size of an event in blocks; one without blocks counts as one."""
+    return max(1, len(event.handles)) if isinstance(event, (BlocksStored, BlocksRemoved)) else 1
+
+
+def _parts(event: EngineEvent, most: int) -> Iterator[EngineEvent]:
+    """An event as parts of up to `most` blocks, or whole if it cannot be cut."""
+    n = _blocks(event)
+    if n > most and isinstance(event, BlocksRemoved):
+        for at in range(0, n, most):
+            yield replace(event, handles=event.handles[at : at + most], told=0 if at else event.told)
+    elif n > most and isinstance(event, BlocksStored) and _cuttable(event):
+        for at in range(0, n, most):
+            yield event.part(at, at + most)
+    else:
+        yield event
+
+
+def _cuttable(event: BlocksStored) -> bool:
+    whole = 0 < event.block_size * len(event.handles) == len(event.tokens)
+    return whole and not event.confirmed and not event.contents

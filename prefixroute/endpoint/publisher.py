@@ -10,7 +10,9 @@ Rules:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from ..keys.chain import TokenChain, wire_key
@@ -20,10 +22,7 @@ from ..keys.keyset import Delta
 from ..replication.writer_set import OwnedSet
 from ..residency.mirror import Residency
 from ..residency.published import Published
-from .anchors import Anchors, choose_stride
-
-FOLLOW_BLOCKS = 1024
-"""With more touched blocks the anchors are followed at once: left to the next round they would take too long there."""
+from .anchors import FOLLOW_BLOCKS, Anchors, choose_stride
 
 REFIT_S = 5.0
 """Seconds between two choices of the stride: each walks over all edges of the tree."""
@@ -35,25 +34,13 @@ class Publisher:
     `held` tells whether this node's index has a wire key of the endpoint.
     """
 
-    __slots__ = (
-        "_anchors",
-        "_budget_bytes",
-        "_fitted_at",
-        "_fitted_blocks",
-        "_held",
-        "_keys",
-        "_promises",
-        "_repeats",
-        "_residency",
-    )
-
     def __init__(self, keys: OwnedSet, residency: Residency, budget_bytes: int, held: Callable[[int], bool]) -> None:
         self._keys = keys
         self._residency = residency
         self._budget_bytes = budget_bytes
         self._held = held
         self._repeats = Repeats()
-        self._promises = Promises()
+        self.promises = Promises()
         self._anchors: Anchors | None = None
         """None at stride 1, where the residency's changes are published as they come."""
         self._fitted_at = float("-inf")
@@ -69,19 +56,13 @@ class Publisher:
         noted = self._note(gained, lost)
         if self._anchors is None:
             self._publish(noted)
-        else:
-            source = self._residency.published()
-            if source.touched > FOLLOW_BLOCKS:
-                self._publish(_follow(self._anchors, source))
+        elif self._residency.published().touched > FOLLOW_BLOCKS:
+            self._publish(self._anchors.follow(self._residency.published()))
         return noted
-
-    def promise(self, ticket: int, promise: Promise) -> None:
-        """Take blocks that a prompt will leave; peers are told with the next round if it is still under way. O(1)."""
-        self._promises.begin(ticket, promise)
 
     def over(self, ticket: int) -> None:
         """Take back what is left of a prompt's promise: by now the engine has told. O(its blocks)."""
-        lost = self._promises.withdraw(ticket)
+        lost = self.promises.withdraw(ticket)
         if lost:
             self._keys.gather(Delta(set(), {wire for wire in lost if not self._has(wire)}))
 
@@ -93,8 +74,8 @@ class Publisher:
             self._fitted_at, self._fitted_blocks = now, blocks
             self._refit(source)
         if self._anchors is not None:
-            self._publish(_follow(self._anchors, source))
-        gained = self._promises.settle(self.anchor_stride, source.ends_only)
+            self._publish(self._anchors.follow(source))
+        gained = self.promises.settle(self.anchor_stride, source.ends_only)
         if gained:
             self._keys.gather(Delta({wire for wire in gained if not self._has(wire)}, set()))
 
@@ -119,7 +100,7 @@ class Publisher:
 
     def _publish(self, changes: Delta) -> None:
         """Publish what the residency gained and lost, but for promised keys, which are published anyway."""
-        promised = self._promises
+        promised = self.promises.counts
         if len(promised):
             changes = Delta(
                 {wire for wire in changes.added if wire not in promised},
@@ -129,7 +110,7 @@ class Publisher:
 
     def _has(self, wire: int) -> bool:
         """Whether a wire key is published without any promise."""
-        return self._held(wire) if self._anchors is None else wire in self._anchors
+        return self._held(wire) if self._anchors is None else wire in self._anchors.wires
 
     def _refit(self, source: Published) -> None:
         """Choose the stride; if it changes, publish the anchors of the new one. O(edges), O(blocks) if it changes."""
@@ -139,7 +120,7 @@ class Publisher:
         if self._anchors is None:
             self._anchors = Anchors(anchor_stride)
         self._anchors.set_stride(anchor_stride, source)
-        self._keys.become({*self._anchors, *self._promises})
+        self._keys.become(self._anchors.wires | set(self.promises.counts))
         self._keys.stride = anchor_stride
         if anchor_stride == 1:
             source.watch_anchors(False)
@@ -151,13 +132,8 @@ class Publisher:
         if self._anchors is not None:
             self._publish(self._anchors.follow(source))
         expected = {wire_key(key) for key in source.anchors(self.anchor_stride)}
-        self._promises._check()
-        assert self._keys.pending() == expected | set(self._promises)
-
-
-def _follow(anchors: Anchors, source: Published) -> Delta:
-    """Bring anchors up to date: from the touched blocks, or anew when those are more than the anchors."""
-    return anchors.rebuild(source) if source.touched > len(anchors) + FOLLOW_BLOCKS else anchors.follow(source)
+        self.promises._check()
+        assert self._keys.pending() == expected | set(self.promises.counts)
 
 
 class Promise(NamedTuple):
@@ -188,29 +164,23 @@ class Promise(NamedTuple):
 class Promises:
     """What one endpoint promises, by prompt, and how many prompts promise each wire key."""
 
-    __slots__ = ("_counts", "_made", "_new")
-
     def __init__(self) -> None:
         self._new: dict[int, Promise] = {}
         """By ticket: prompts of which nothing is published yet."""
         self._made: dict[int, tuple[int, ...]] = {}
         """By ticket: the wire keys that are published for a prompt."""
-        self._counts = KeyCounts()
+        self.counts = KeyCounts()
+        """The wire keys that are promised. To be read only."""
 
-    def __len__(self) -> int:
-        """Number of wire keys that are promised."""
-        return len(self._counts)
+    def begin(self, ticket: int, promise: Promise) -> bool:
+        """Take a prompt that is served from now on; return whether it will leave any blocks. O(1).
 
-    def __contains__(self, wire: int) -> bool:
-        return wire in self._counts
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._counts)
-
-    def begin(self, ticket: int, promise: Promise) -> None:
-        """Take a prompt that is served from now on. O(1)."""
-        if promise.depth > promise.above:
+        Peers are told of them with the next round, if it is still under way.
+        """
+        leaves = promise.depth > promise.above
+        if leaves:
             self._new[ticket] = promise
+        return leaves
 
     def settle(self, anchor_stride: int, ends_only: bool = False) -> set[int]:
         """Make the promises of the prompts that are still under way; return the wire keys not promised before.
@@ -221,20 +191,16 @@ class Promises:
         for ticket, promise in self._new.items():
             wires = promise.end_keys() if ends_only else promise.keys(anchor_stride)
             keys = self._made[ticket] = tuple(dict.fromkeys(wires))
-            gained.update([wire for wire in keys if self._counts.gain(wire)])
+            gained.update([wire for wire in keys if self.counts.gain(wire)])
         self._new.clear()
         return gained
 
     def withdraw(self, ticket: int) -> set[int]:
         """Take back what a prompt promised; return the wire keys that no prompt promises any more. O(its blocks)."""
         self._new.pop(ticket, None)
-        return {wire for wire in self._made.pop(ticket, ()) if self._counts.lose(wire)}
+        return {wire for wire in self._made.pop(ticket, ()) if self.counts.lose(wire)}
 
     def _check(self) -> None:
         """Assert that the counts are those of the promises."""
-        counts: dict[int, int] = {}
-        for keys in self._made.values():
-            for wire in keys:
-                counts[wire] = counts.get(wire, 0) + 1
-        assert counts == self._counts._counts
+        assert Counter(chain.from_iterable(self._made.values())) == self.counts._counts
         assert not self._new.keys() & self._made.keys()

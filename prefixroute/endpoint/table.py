@@ -21,42 +21,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from ..errors import UsageError
-from ..events import EngineBatch, Journal, NodeEvent, ResidencyChanged
+from ..events import EngineBatch, Journal, ResidencyChanged
 from ..keys.chain import TokenChain, wire_key
-from ..keys.domain import Domain
 from ..keys.keyset import Delta, Keys
 from ..keys.names import owner_of
-from ..load import LoadReport, PushBackSettings
+from ..load import LoadReport
 from ..replication.copies import Copy, Peer
 from ..routing.fleet import Fleet
 from ..routing.index import MergedIndex
 from ..routing.index_feed import IndexFeed
 from ..routing.standing import PeerStanding, Standing
-from .local import LocalEndpoint
-
-
-class OwnSettings(NamedTuple):
-    """How this node's own endpoints push back and publish.
-
-    `ttl_s` is how long peers honour push-back that is not renewed, in seconds; `digest_bytes` what a snapshot may take.
-    """
-
-    push_back: PushBackSettings
-    ttl_s: float
-    digest_bytes: int
+from .local import LocalEndpoint, OwnSettings
 
 
 class EndpointTable:
-    """Every endpoint that a node knows, its own and others'. What it has to tell goes to the `journal`."""
+    """Every endpoint that a node knows. `news(now)` is called when peers should soon hear of a change here."""
 
     def __init__(
         self,
-        domain: Domain,
         fleet: Fleet,
         own: OwnSettings,
+        copies: Mapping[str, Copy],
+        peers: Mapping[str, Peer],
+        news: Callable[[float], None],
         now: float,
         journal: Journal,
     ) -> None:
@@ -67,19 +56,11 @@ class EndpointTable:
         """This node's own endpoints, by name."""
         self.now = now
         """When the last call began that may leave something to do."""
-        self._copies: Mapping[str, Copy] = {}
-        self._peers: Mapping[str, Peer] = {}
-        self._news: Callable[[float], None] = _nobody
-        self._domain = domain
+        self._copies = copies
+        self._peers = peers
+        self._news = news
         self._own = own
         self._journal = journal
-
-    def attach(self, copies: Mapping[str, Copy], peers: Mapping[str, Peer], news: Callable[[float], None]) -> None:
-        """Take gossip's copies and peers, and what is called when peers should soon hear of a change here.
-
-        Gossip is made after its table, since it tells it of changes (`replica_changed`).
-        """
-        self._copies, self._peers, self._news = copies, peers, news
 
     def begin(self, now: float) -> None:
         """Begin a call that may do a slice of what waits for the index."""
@@ -102,9 +83,9 @@ class EndpointTable:
 
     def add(self, copy: Copy, credited: Sequence[str], now: float) -> None:
         """Take in an endpoint of this node's own; `credited` are the tiers whose blocks count."""
-        bit, own = self.index.join(copy.endpoint), self._own
+        bit = self.index.join(copy.endpoint)
         held = partial(self.index.held, bit)
-        local = LocalEndpoint(copy, bit, now, self._domain, own.push_back, credited, own.digest_bytes, held)
+        local = LocalEndpoint(copy, bit, now, self._own, credited, held, self._journal)
         self.locals[copy.endpoint] = local
         self.fleet.add(local.standing, now)
 
@@ -136,18 +117,18 @@ class EndpointTable:
     def probed(self, endpoint: str, report: LoadReport, now: float) -> None:
         """Take a probe's report of an endpoint's engine."""
         local = self.local(endpoint)
-        self._took(local, *local.probed(report, now), news_at=now)
-        self.advertise(local, now)
+        self._took(local, local.probed(report, now), news_at=now)
+        local.advertise(now)
         self.fleet.refresh(local.standing, now)
 
     def go_by_history(self, endpoint: str, reason: str, now: float) -> None:
         """Let what is routed stand in for an engine's events."""
         local = self.local(endpoint)
-        self._took(local, *local.go_by_history(reason, now), news_at=now)
+        self._took(local, local.go_by_history(reason, now), news_at=now)
 
     def served(self, local: LocalEndpoint, chain: TokenChain, cached_tokens: int | None, now: float) -> None:
         """Learn from a prompt that a local engine served."""
-        self._took(local, *local.served(chain, cached_tokens, now))
+        self._took(local, local.served(chain, cached_tokens, now))
 
     def begun(self, ticket: int, chain: TokenChain, standing: Standing, depth: int, now: float) -> None:
         """Announce what a prompt will leave: peers that get such a prompt before the engine tells are to know."""
@@ -160,14 +141,10 @@ class EndpointTable:
         if local is not None:
             local.publisher.over(ticket)
 
-    def advertise(self, local: LocalEndpoint, now: float) -> None:
-        """Bring an endpoint's advert up to date."""
-        self._tell(local.advertise(self._own.ttl_s, now))
-
     def advertise_all(self, now: float) -> None:
         """Bring all adverts up to date, and gather what is to be published. O(local endpoints)."""
         for local in self.locals.values():
-            self.advertise(local, now)
+            local.advertise(now)
             local.publisher.gather(now)
 
     # --- other nodes' endpoints ----------------------------------------------------------------------------
@@ -189,48 +166,37 @@ class EndpointTable:
                 self.feed.retire(endpoint)
         for endpoint in sorted(touched):
             copy, standing = copies.get(endpoint), fleet.standings.get(endpoint)
-            if copy is None:
-                continue
-            if standing is None:
+            if copy is not None and standing is None:
                 self._join(copy, now)
-                continue
-            if isinstance(standing, PeerStanding):
-                standing.peer = self._peers.get(owner_of(endpoint))
-            fleet.refresh(standing, now)
+            elif copy is not None and standing is not None:
+                if isinstance(standing, PeerStanding):
+                    standing.peer = self._peers.get(owner_of(endpoint))
+                fleet.refresh(standing, now)
         self.feed.go_on()
 
     def _join(self, copy: Copy, now: float) -> None:
         bit, peer = self.index.join(copy.endpoint), self._peers.get(owner_of(copy.endpoint))
         self.fleet.add(PeerStanding(copy, peer, bit, now), now)
 
-    # --- parts ---------------------------------------------------------------------------------------------
-
     def _apply(self, local: LocalEndpoint, batch: EngineBatch | None, now: float) -> None:
         """Apply the next portion of what an engine did, of this batch or of one that still waits."""
         portion = local.portion(batch)
         if portion is None:
             return
-        self._took(local, *local.apply(portion, now))
+        self._took(local, local.apply(portion, now))
         self.now = now
         self._news(now)
         if local.residency.hit_unit not in (0, local.copy.advert.hit_unit):
             # The first event tells the engine's block; until then a match is rounded down to the canonical one.
-            self.advertise(local, now)
+            local.advertise(now)
             self.fleet.refresh(local.standing, now)
 
-    def _took(
-        self, local: LocalEndpoint, changes: Delta, told: list[NodeEvent], *, news_at: float | None = None
-    ) -> None:
-        """Bring what changed at a local endpoint into the index, and tell what there is to tell."""
+    def _took(self, local: LocalEndpoint, changes: Delta, *, news_at: float | None = None) -> None:
+        """Bring what changed at a local endpoint into the index."""
         if changes.added or changes.removed:
             self.index.update(local.copy.endpoint, changes.added, changes.removed)
             if news_at is not None:
                 self._news(news_at)
-        self._tell(told)
-
-    def _tell(self, events: list[NodeEvent]) -> None:
-        for event in events:
-            self._journal.tell(event)
 
     def _check(self) -> None:
         """Assert that index, fleet, copies and residencies agree. O(blocks)."""
@@ -252,7 +218,3 @@ class EndpointTable:
             else:
                 expected[endpoint] = set(copy.keys.keys.tolist())
         self.feed._check(expected)
-
-
-def _nobody(now: float) -> None:
-    """Nobody is to hear of a change before gossip is there."""

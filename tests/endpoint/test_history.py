@@ -41,7 +41,7 @@ def test_mirror_of_the_guess_is_an_lru_cache_of_that_capacity(capacity: int) -> 
             cached.move_to_end((namespace, tuple(tokens[: 4 * depth])))
         while len(cached) > capacity:
             cached.popitem(last=False)
-        assert len(history) == len(cached) <= capacity
+        assert len(history._blocks) == len(cached) <= capacity
         assert set(residency.keys()) == {prompt(list(t), space).key(len(t) // 4) for space, t in cached}
         assert {row.copies for row in residency.live()} <= {len(cached)}
 
@@ -70,11 +70,11 @@ def test_what_makes_room_goes_before_what_takes_it() -> None:
 def test_prompt_longer_than_the_cache_is_cut(capacity: int) -> None:
     history, residency = RoutingHistory(capacity), Residency(DOMAIN)
     follow(residency, history.served(prompt(list(range(40)))))
-    assert (len(history), residency.canonical_blocks) == (capacity, capacity)
+    assert (len(history._blocks), residency.canonical_blocks) == (capacity, capacity)
 
 
 def test_prompts_with_items_and_prompts_shorter_than_a_block_are_left_out() -> None:
     history = RoutingHistory()
     assert history.served(prompt([1] * 8, Namespace(), ContentSpan("cat", 5))) == EngineBatch(())
     assert history.served(prompt([1, 2, 3])) == EngineBatch(())
-    assert (len(history), history.capacity_blocks) == (0, DEFAULT_CAPACITY_BLOCKS)
+    assert (len(history._blocks), history.capacity_blocks) == (0, DEFAULT_CAPACITY_BLOCKS)

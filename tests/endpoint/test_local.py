@@ -16,6 +16,7 @@ from prefixroute import (
     EngineBatch,
     LoadReport,
     Namespace,
+    NodeEvent,
     PushBackChanged,
     PushBackSettings,
     PushBackState,
@@ -26,7 +27,8 @@ from prefixroute import (
     TokenChain,
 )
 from prefixroute.endpoint.history import DEFAULT_CAPACITY_BLOCKS, RoutingHistory
-from prefixroute.endpoint.local import SILENT_AFTER, LocalEndpoint
+from prefixroute.endpoint.local import SILENT_AFTER, LocalEndpoint, OwnSettings
+from prefixroute.events import Journal
 from prefixroute.keys.chain import ChainSpec
 from prefixroute.replication.copies import Copy
 from prefixroute.routing.standing import LocalStanding
@@ -48,9 +50,19 @@ def chain(tokens: list[int], namespace: Namespace | None = None, contents: tuple
 
 def endpoint(push_back: PushBackSettings | None = None) -> tuple[LocalEndpoint, LocalStanding]:
     copy = Copy("a/0", True, 1, 0.0)
-    tiers = ("gpu", "cpu")
-    local = LocalEndpoint(copy, 1, 0.0, DOMAIN, push_back or PushBackSettings(), tiers, 49152, lambda key: False)
+    own = OwnSettings(DOMAIN, push_back or PushBackSettings(), 2.0, 49152)
+    local = LocalEndpoint(copy, 1, 0.0, own, ("gpu", "cpu"), lambda key: False, Journal())
     return local, local.standing
+
+
+def news(one: LocalEndpoint) -> list[NodeEvent]:
+    """What the endpoint has told since the last time."""
+    return one._journal.take_events()
+
+
+def advertised(one: LocalEndpoint, now: float) -> list[NodeEvent]:
+    one.advertise(now)
+    return news(one)
 
 
 def held(one: LocalEndpoint, tokens: list[int]) -> int:
@@ -64,7 +76,7 @@ def held(one: LocalEndpoint, tokens: list[int]) -> int:
 
 def test_a_new_endpoint_advertises_no_pace_that_it_does_not_know() -> None:
     one, _ = endpoint()
-    assert one.advertise(2.0, 0.0) == []
+    assert advertised(one, 0.0) == []
     advert = one.copy.advert
     assert advert.state is PushBackState.OPEN
     assert advert.ttl_s == 0.0
@@ -77,7 +89,7 @@ def test_the_worse_of_probe_and_bookings_is_advertised(probed: int, booked: int,
     one, standing = endpoint(PushBackSettings(enter_s=100.0))
     one.report = LoadReport(queued_tokens=probed, prefill_tokens_per_s=1000)
     standing.ledger.book(1, booked / 1000, 0.0, 99.0)
-    one.advertise(2.0, 0.0)
+    one.advertise(0.0)
     assert one.copy.advert.report.queued_tokens == advertised
 
 
@@ -85,7 +97,7 @@ def test_a_released_booking_counts_no_more_at_once() -> None:
     one, standing = endpoint()
     one.report = LoadReport(queued_tokens=100, prefill_tokens_per_s=1000)
     standing.ledger.book(1, 2.0, 0.0, 99.0)
-    one.advertise(2.0, 0.0)
+    one.advertise(0.0)
     standing.ledger.release(1, 0.0)
     standing.refresh(0.0)
     assert standing.wait_s(0.0) == pytest.approx(0.1)
@@ -94,33 +106,33 @@ def test_a_released_booking_counts_no_more_at_once() -> None:
 def test_push_back_is_told_once_and_carries_reason_and_time_to_live() -> None:
     one, _ = endpoint(PushBackSettings(enter_s=4.0, leave_s=2.0))
     one.report = LoadReport(queued_tokens=5000, prefill_tokens_per_s=1000)
-    assert one.advertise(2.0, 0.0) == [PushBackChanged("a/0", "overloaded", "queue of 5.0 s")]
-    assert one.advertise(2.0, 1.0) == []
+    assert advertised(one, 0.0) == [PushBackChanged("a/0", "overloaded", "queue of 5.0 s")]
+    assert advertised(one, 1.0) == []
     advert = one.copy.advert
     assert (advert.state, advert.ttl_s, advert.report.reason) == (PushBackState.OVERLOADED, 2.0, "queue of 5.0 s")
     assert not advert.report.refusing
     one.report = LoadReport()
-    assert one.advertise(2.0, 2.0) == [PushBackChanged("a/0", "open", "")]
+    assert advertised(one, 2.0) == [PushBackChanged("a/0", "open", "")]
     assert one.copy.advert.ttl_s == 0.0
 
 
 def test_a_refusing_engine_is_advertised_as_such_and_for_a_while() -> None:
     one, _ = endpoint(PushBackSettings(ttl_s=2.0))
     one.report = LoadReport(refusing=True, reason="draining")
-    assert one.advertise(2.0, 0.0) == [PushBackChanged("a/0", "refusing", "draining")]
+    assert advertised(one, 0.0) == [PushBackChanged("a/0", "refusing", "draining")]
     one.report = LoadReport()
-    assert one.advertise(2.0, 1.9) == []
+    assert advertised(one, 1.9) == []
     assert one.copy.advert.report.refusing
-    assert one.advertise(2.0, 2.0) == [PushBackChanged("a/0", "open", "")]
+    assert advertised(one, 2.0) == [PushBackChanged("a/0", "open", "")]
     assert not one.copy.advert.report.refusing
 
 
 def test_a_request_that_the_engine_turned_away_is_advertised_as_refusal() -> None:
     one, standing = endpoint(PushBackSettings(ttl_s=2.0))
     standing.refused_until, standing.refusal = 2.0, "503"
-    assert one.advertise(2.0, 1.0) == [PushBackChanged("a/0", "refusing", "503")]
+    assert advertised(one, 1.0) == [PushBackChanged("a/0", "refusing", "503")]
     assert one.copy.advert.state is PushBackState.REFUSING
-    assert one.advertise(2.0, 2.0) == [PushBackChanged("a/0", "open", "")]
+    assert advertised(one, 2.0) == [PushBackChanged("a/0", "open", "")]
 
 
 def test_rate_and_fixed_time_come_from_outcomes_when_no_probe_tells() -> None:
@@ -128,7 +140,7 @@ def test_rate_and_fixed_time_come_from_outcomes_when_no_probe_tells() -> None:
     for _ in range(4):
         standing.estimate.add(1000, 2.02, False)
         standing.estimate.add(0, 0.02, False)
-    one.advertise(2.0, 0.0)
+    one.advertise(0.0)
     assert one.copy.advert.report.overhead_s == 0.02
     assert one.copy.advert.report.prefill_tokens_per_s == pytest.approx(500, rel=0.02)
 
@@ -136,13 +148,13 @@ def test_rate_and_fixed_time_come_from_outcomes_when_no_probe_tells() -> None:
 def test_a_gap_lowers_the_confidence_that_is_advertised_and_is_told() -> None:
     one, _ = endpoint()
     one.apply(stored(prompt(1, 8)), 0.0)
-    _, told = one.apply(EngineBatch((StreamGap(3),)), 0.0)
+    _, told = one.apply(EngineBatch((StreamGap(3),)), 0.0), news(one)
     assert told == [ResidencyChanged("a/0", "partial", "events were lost")]
-    one.advertise(2.0, 0.0)
+    one.advertise(0.0)
     assert one.copy.advert.confidence == 0.5
-    _, told = one.apply(EngineBatch((StreamRestarted(),)), 0.0)
+    _, told = one.apply(EngineBatch((StreamRestarted(),)), 0.0), news(one)
     assert [event.state for event in told if isinstance(event, ResidencyChanged)] == ["restarted", "exact"]
-    one.advertise(2.0, 0.0)
+    one.advertise(0.0)
     assert one.copy.advert.confidence == 1.0
 
 
@@ -153,7 +165,7 @@ def test_the_hit_unit_is_the_engines_block_where_it_is_known() -> None:
     one, _ = endpoint()
     one.apply(stored(prompt(1, 8), block_size=32), 0.0)
     one.served(chain(prompt(2, 8)), 48, 0.0)
-    one.advertise(2.0, 0.0)
+    one.advertise(0.0)
     assert one.copy.advert.hit_unit == 32
 
 
@@ -162,7 +174,7 @@ def test_an_unknown_hit_unit_is_learnt_from_cached_tokens() -> None:
     units = []
     for cached in (None, 0, 192, 128, 0, 320):
         one.served(chain(prompt(1, 30)), cached, 0.0)
-        one.advertise(2.0, 0.0)
+        one.advertise(0.0)
         units.append(one.copy.advert.hit_unit)
     assert units == [0, 0, 192, 64, 64, 64]
 
@@ -173,14 +185,14 @@ def test_an_unknown_hit_unit_is_learnt_from_cached_tokens() -> None:
 def test_history_stands_in_for_an_engine_that_never_speaks() -> None:
     one, _ = endpoint()
     for i in range(SILENT_AFTER - 1):
-        assert one.served(chain(prompt(i, 4)), None, 0.0) == (_nothing(), [])
-    changes, told = one.served(chain(prompt(99, 4)), None, 0.0)
+        assert (one.served(chain(prompt(i, 4)), None, 0.0), news(one)) == (_nothing(), [])
+    changes, told = one.served(chain(prompt(99, 4)), None, 0.0), news(one)
     assert len(changes.added) == 4
     assert [(event.endpoint, event.state) for event in told] == [("a/0", "silent")]  # type: ignore[union-attr]
     assert "no engine event" in told[0].reason  # type: ignore[union-attr]
     assert held(one, prompt(99, 4)) == 4
     assert held(one, prompt(0, 4)) == 0, "what was served before is not made up"
-    _, told = one.served(chain(prompt(100, 6)), None, 0.0)
+    _, told = one.served(chain(prompt(100, 6)), None, 0.0), news(one)
     assert told == [], "it is told once"
     assert held(one, prompt(100, 6)) == 6
 
@@ -189,14 +201,14 @@ def test_an_engine_that_spoke_is_never_taken_for_silent() -> None:
     one, _ = endpoint()
     one.apply(stored(prompt(1, 2)), 0.0)
     for i in range(3 * SILENT_AFTER):
-        assert one.served(chain(prompt(i, 4)), 0, 0.0) == (_nothing(), [])
+        assert (one.served(chain(prompt(i, 4)), 0, 0.0), news(one)) == (_nothing(), [])
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
 def test_prompts_too_short_to_be_cached_say_nothing_of_the_stream(blocks: int) -> None:
     one, _ = endpoint()
     for i in range(3 * SILENT_AFTER):
-        assert one.served(chain(prompt(i, blocks)), 0, 0.0) == (_nothing(), [])
+        assert (one.served(chain(prompt(i, blocks)), 0, 0.0), news(one)) == (_nothing(), [])
 
 
 def test_batches_without_events_are_no_sign_of_life() -> None:
@@ -205,7 +217,8 @@ def test_batches_without_events_are_no_sign_of_life() -> None:
     told = []
     for i in range(SILENT_AFTER):
         one.apply(EngineBatch(()), 0.0)
-        told += one.served(chain(prompt(i, 4)), 0, 0.0)[1]
+        one.served(chain(prompt(i, 4)), 0, 0.0)
+        told += news(one)
     assert [event.state for event in told] == ["silent"]  # type: ignore[union-attr]
 
 
@@ -216,13 +229,14 @@ def test_what_the_engine_says_replaces_what_was_guessed() -> None:
     assert held(one, prompt(SILENT_AFTER, 4)) == 4
     one.apply(EngineBatch(()), 0.0)
     assert one.history is not None, "an empty batch says nothing"
-    changes, _ = one.apply(stored(prompt(777, 3)), 0.0)
+    changes = one.apply(stored(prompt(777, 3)), 0.0)
     assert one.history is None
     assert held(one, prompt(777, 3)) == 3
     assert held(one, prompt(SILENT_AFTER, 4)) == 0
     assert (len(changes.added), len(changes.removed)) == (3, 8)
+    assert [event.state for event in news(one)] == ["silent", "restarted"]  # type: ignore[union-attr]
     for i in range(3 * SILENT_AFTER):
-        assert one.served(chain(prompt(i, 4)), None, 0.0) == (_nothing(), [])
+        assert (one.served(chain(prompt(i, 4)), None, 0.0), news(one)) == (_nothing(), [])
     one.residency._check()
 
 
@@ -236,18 +250,18 @@ def test_history_keeps_to_the_engines_capacity_where_it_is_known() -> None:
 
 
 def silent(one: LocalEndpoint) -> list[str]:
-    changes, told = one.go_by_history("events are off: pass --kv-events-config", 0.0)
+    changes, told = one.go_by_history("events are off: pass --kv-events-config", 0.0), news(one)
     assert not changes.added
     return [event.state for event in told if isinstance(event, ResidencyChanged)]
 
 
 def test_history_begins_at_the_callers_word_and_is_told_once_with_the_reason() -> None:
     one, _ = endpoint()
-    _, told = one.go_by_history("events are off", 0.0)
+    _, told = one.go_by_history("events are off", 0.0), news(one)
     assert told == [ResidencyChanged("a/0", "silent", "events are off")]
     assert one.state == "silent"
     assert silent(one) == []
-    assert len(one.served(chain(prompt(1, 4)), None, 0.0)[0].added) == 4, "the first prompt counts already"
+    assert len(one.served(chain(prompt(1, 4)), None, 0.0).added) == 4, "the first prompt counts already"
     assert held(one, prompt(1, 4)) == 4
     one.apply(stored(prompt(2, 3)), 0.0)
     assert one.state == "exact"
@@ -257,7 +271,7 @@ def test_history_begins_at_the_callers_word_and_is_told_once_with_the_reason() -
 def test_what_a_past_life_told_is_not_history() -> None:
     one, _ = endpoint()
     one.apply(stored(prompt(1, 4)), 0.0)
-    changes, told = one.go_by_history("started without events", 0.0)
+    changes, told = one.go_by_history("started without events", 0.0), news(one)
     assert len(changes.removed) == 4
     assert [event.state for event in told if isinstance(event, ResidencyChanged)] == ["silent", "restarted"]
     assert held(one, prompt(1, 4)) == 0
@@ -295,9 +309,9 @@ def test_an_engine_that_sleeps_holds_nothing_whenever_it_told_of_it() -> None:
     one, _ = endpoint()
     one.apply(stored(prompt(1, 4)), 0.0)
     asleep = LoadReport(refusing=True, reason="asleep", asleep=True)
-    assert len(one.probed(asleep, 0.0)[0].removed) == 4
+    assert len(one.probed(asleep, 0.0).removed) == 4
     one.apply(stored(prompt(2, 3)), 0.0)  # a replay of what came before
-    assert len(one.probed(asleep, 1.0)[0].removed) == 3
+    assert len(one.probed(asleep, 1.0).removed) == 3
     clears = one.residency.counts.clears
     one.probed(asleep, 2.0)
     assert one.residency.counts.clears == clears
@@ -316,13 +330,14 @@ def test_a_paused_engine_keeps_its_cache() -> None:
 def test_more_live_blocks_than_the_engine_has_are_told_and_lower_the_confidence() -> None:
     one, _ = endpoint()
     one.probed(LoadReport(capacity_tokens=8 * BLOCK), 0.0)
-    _, told = one.apply(stored(prompt(1, 8)), 0.0)
+    _, told = one.apply(stored(prompt(1, 8)), 0.0), news(one)
     assert told == []
-    _, told = one.apply(stored(prompt(2, 1)), 0.0)
+    _, told = one.apply(stored(prompt(2, 1)), 0.0), news(one)
     assert [event.state for event in told if isinstance(event, ResidencyChanged)] == ["inflated", "partial"]
-    one.advertise(2.0, 0.0)
+    one.advertise(0.0)
     assert one.copy.advert.confidence < 1.0
-    assert one.apply(stored(prompt(3, 1)), 0.0)[1] == [], "it is told once"
+    one.apply(stored(prompt(3, 1)), 0.0)
+    assert news(one) == [], "it is told once"
 
 
 def _nothing() -> object:
@@ -365,7 +380,7 @@ def test_history_is_an_lru_cache_of_what_was_served(seed: int) -> None:
         plain.served(namespace, tokens)
         residency.apply(history.served(chain(tokens, namespace)))
         assert set(residency.keys()) == plain.keys(), f"seed {seed}"
-        assert len(history) == len(plain.blocks) <= capacity
+        assert len(history._blocks) == len(plain.blocks) <= capacity
         residency._check()
     assert residency.counts.unknown_removals == residency.counts.orphans == 0
 
@@ -389,4 +404,4 @@ def test_history_tells_only_what_changed() -> None:
 def test_history_leaves_images_out() -> None:
     history = RoutingHistory()
     assert history.served(chain(prompt(1, 4), contents=(ContentSpan("cat", 3),))).events == ()
-    assert len(history) == 0
+    assert len(history._blocks) == 0

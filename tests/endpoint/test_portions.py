@@ -8,7 +8,7 @@ import pytest
 from network import DOMAIN
 
 from prefixroute import BlocksRemoved, BlocksStored, ContentSpan, EngineBatch, Node, NodeSettings
-from prefixroute.endpoint.portions import PORTION_BLOCKS, is_small, portions
+from prefixroute.endpoint.local import PORTION_BLOCKS, is_small, portions
 from prefixroute.events import BlocksCleared, EngineEvent
 from prefixroute.residency.mirror import Residency
 from prefixroute.testing import stored

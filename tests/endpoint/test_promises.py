@@ -36,11 +36,11 @@ def test_a_promise_has_the_depths_that_the_stride_asks_for_and_its_end(
 ) -> None:
     made, asked = Promises(), chain(1, 12)
     made.begin(1, Promise(asked, above, 11))
-    assert len(made) == 0, "thought over with the next round"
-    assert made.settle(anchor_stride) == set(made) == wires(asked, *depths)
+    assert len(made.counts) == 0, "thought over with the next round"
+    assert made.settle(anchor_stride) == set(made.counts) == wires(asked, *depths)
     assert made.settle(anchor_stride) == set()
     assert made.withdraw(1) == wires(asked, *depths)
-    assert len(made) == 0
+    assert len(made.counts) == 0
     made._check()
 
 
@@ -78,7 +78,7 @@ def test_counts_are_right_whatever_comes_and_goes(seed: int) -> None:
         if rng.random() < 0.4:
             published |= made.settle(rng.choice((1, 4)))
         made._check()
-        assert set(made) == published
+        assert set(made.counts) == published
 
 
 # --- nodes -------------------------------------------------------------------------------------------------

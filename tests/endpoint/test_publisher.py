@@ -45,7 +45,7 @@ def test_two_blocks_of_one_wire_key_are_one_until_both_are_gone() -> None:
     assert note(made, {a}, {c}) == Delta(set(), set())
     assert note(made, set(), {a}) == Delta(set(), {5})
     made[1].publish()
-    assert made[1].tolist() == []
+    assert made[1].keys.tolist() == []
 
 
 def test_two_blocks_of_one_wire_key_that_come_together_are_counted() -> None:
@@ -66,7 +66,7 @@ def test_wire_keys_follow_any_history_of_blocks() -> None:
         note(made, gained, lost)
         if rng.random() < 0.3:
             made[1].publish()
-            assert set(made[1].tolist()) == {wire_key(key) for key in blocks}
+            assert set(made[1].keys.tolist()) == {wire_key(key) for key in blocks}
         assert made[1].pending() == {wire_key(key) for key in blocks}
         made[2]._check({"a/0": {wire_key(key) for key in blocks}})
 

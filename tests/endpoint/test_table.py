@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from prefixroute import Domain, EngineBatch, LoadReport, PushBackSettings, ResidencyChanged, UsageError
-from prefixroute.endpoint.table import EndpointTable, OwnSettings
+from prefixroute.endpoint.local import OwnSettings
+from prefixroute.endpoint.table import EndpointTable
 from prefixroute.events import Journal
 from prefixroute.keys.keyset import NO_KEYS, Keys
 from prefixroute.replication.copies import Copy, Peer
@@ -26,12 +27,11 @@ class World:
     def __init__(self) -> None:
         self.copies: dict[str, Copy] = {}
         self.peers: dict[str, Peer] = {}
-        self.journal = Journal()
         self.news: list[float] = []
-        own = OwnSettings(PushBackSettings(), 2.0, 49152)
+        self.journal = Journal()
+        own = OwnSettings(Domain("m", "t"), PushBackSettings(), 2.0, 49152)
         fleet = Fleet(random.Random(1))
-        self.table = EndpointTable(Domain("m", "t"), fleet, own, 0.0, self.journal)
-        self.table.attach(self.copies, self.peers, self.news.append)
+        self.table = EndpointTable(fleet, own, self.copies, self.peers, self.news.append, 0.0, self.journal)
 
     def own(self, name: str, now: float = 0.0) -> None:
         self.copies[name] = Copy(name, True, 1, now)

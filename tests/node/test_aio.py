@@ -27,7 +27,7 @@ from prefixroute import (
     UsageError,
 )
 from prefixroute.aio import MAX_QUEUED_DATAGRAMS, READ_AT_ONCE, Driver, Transport, UdpTransport
-from prefixroute.endpoint.portions import PORTION_BLOCKS
+from prefixroute.endpoint.local import PORTION_BLOCKS
 from prefixroute.testing import stored
 
 DEADLINE_S = 30.0

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixroute import LoadReport, PushBackSettings, PushBackState, UsageError
-from prefixroute.endpoint.push_back import PushBack
+from prefixroute.endpoint.local import PushBack
 from prefixroute.load import Advert
 from prefixroute.replication.wire import LoadWire, load_from_wire, load_to_wire
 from prefixroute.routing.ledger import ARRIVALS_S, ArrivalRate, Ledger, RateEstimate

@@ -231,11 +231,11 @@ class Cache:
         self.index.set_stride(self.name, self.anchors.anchor_stride)
 
     def leave(self) -> None:
-        leave(self.index, self.name, list(self.anchors))
+        leave(self.index, self.name, list(self.anchors.wires))
 
     def deepest(self, chain: TokenChain) -> int:
         """What a search can know: the deepest anchor on the prompt's path."""
-        published = set(self.anchors)
+        published = set(self.anchors.wires)
         return max((depth for depth in range(1, chain.depth + 1) if wire_key(chain.key(depth)) in published), default=0)
 
 
@@ -279,7 +279,7 @@ def test_coarse_search_finds_the_deepest_anchor_of_each_endpoint(seed: int, stri
         for _ in range(rng.randint(0, 3)):
             cache.evict(rng)
         cache.publish()
-    index._check({cache.name: set(cache.anchors) for cache in caches})
+    index._check({cache.name: set(cache.anchors.wires) for cache in caches})
     probe_all(index, caches, rng.sample(chains, 12), keep)
 
 
@@ -298,7 +298,7 @@ def test_coarse_search_is_right_while_strides_change_and_endpoints_come_and_go()
             cache.serve(chain, ends=True)
         cache.evict(rng)
         cache.publish(rng.choice(ANCHOR_STRIDES) if rng.random() < 0.3 else 0)
-        index._check({cache.name: set(cache.anchors) for cache in caches})
+        index._check({cache.name: set(cache.anchors.wires) for cache in caches})
         probe_all(index, caches, rng.sample(chains, 3), 3)
 
 

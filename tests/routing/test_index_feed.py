@@ -11,7 +11,7 @@ from network import DOMAIN, gossip
 from test_index import prompt
 
 from prefixroute import BlocksRemoved, BlocksStored, EngineBatch, Node, NodeSettings, node
-from prefixroute.endpoint import portions
+from prefixroute.endpoint import local
 from prefixroute.events import EngineEvent
 from prefixroute.keys.chain import ANCHOR_STRIDES, TokenChain, wire_key
 from prefixroute.keys.keyset import Keys
@@ -29,8 +29,8 @@ SLICE = 7
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Everything that is done in slices is done in very small ones."""
     monkeypatch.setattr(index_feed, "SLICE_KEYS", SLICE)
-    monkeypatch.setattr(portions.portions, "__defaults__", (3,))
-    monkeypatch.setattr(portions.is_small, "__defaults__", (3,))
+    monkeypatch.setattr(local.portions, "__defaults__", (3,))
+    monkeypatch.setattr(local.is_small, "__defaults__", (3,))
     monkeypatch.setattr(node, "SEND_BYTES", 1)
     monkeypatch.setattr(writer_set, "FOLD_KEYS", 5)
     yield
