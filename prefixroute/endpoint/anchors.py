@@ -3,7 +3,7 @@
 Rules:
 1. Which blocks are anchors is for the residency to say (`residency.published`). At k = 1 every matchable block is one.
    A published anchor proves that the endpoint holds the whole prefix that ends there.
-2. What is published is wire keys, and two blocks may share one (`keys.key_counts`).
+2. What is published is wire keys, and two blocks may share one (`keys.keyset`).
 3. The publisher chooses k: the finest stride whose snapshot fits its byte budget. k rises at once and falls late, since
    a change of k costs every receiver a snapshot.
 
@@ -17,8 +17,7 @@ from math import log2
 
 from ..errors import UsageError
 from ..keys.chain import ANCHOR_STRIDES, STRIDE, WIRE_BITS, wire_key
-from ..keys.key_counts import Repeats
-from ..keys.keyset import Delta
+from ..keys.keyset import Delta, Repeats
 from ..residency.published import Published
 
 assert ANCHOR_STRIDES[-1] == STRIDE
@@ -96,7 +95,7 @@ class Anchors:
         assert set(keys) == self._blocks and len(keys) == len(self._blocks)
         counts = Counter(map(wire_key, keys))
         assert counts.keys() == self.wires
-        assert {wire: n - 1 for wire, n in counts.items() if n > 1} == self._repeats._more
+        assert {wire: n - 1 for wire, n in counts.items() if n > 1} == self._repeats
 
 
 def snapshot_bytes(keys: float) -> float:

@@ -36,7 +36,7 @@ class RoutingHistory:
         A prompt with images is left out: which prompts may reuse it is not known without the engine.
         """
         depth = min(chain.depth, self.capacity_blocks)
-        if chain.extras() or not depth:
+        if chain.extras or not depth:
             return EngineBatch(())
         keys = [chain.key(d) for d in range(1, depth + 1)]
         known = next((d for d, key in enumerate(keys) if key not in self._blocks), depth)

@@ -3,7 +3,7 @@ what its engine is about to hold (`Promises`).
 
 Rules:
 1. This node's own index is told every block, however coarse the stride is for peers.
-2. Two blocks may share a wire key (`keys.key_counts`): it is lost with the last of them.
+2. Two blocks may share a wire key (`keys.keyset`): it is lost with the last of them.
 3. The anchor stride is chosen anew every few seconds, and when the residency has doubled; see `anchors`.
 4. A promised wire key is published, whether the residency has it or not.
 """
@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from ..keys.chain import TokenChain, wire_key
 from ..keys.hit_marks import marked, section
-from ..keys.key_counts import KeyCounts, Repeats
-from ..keys.keyset import Delta
+from ..keys.keyset import Delta, KeyCounts, Repeats
 from ..replication.writer_set import OwnedSet
 from ..residency.mirror import Residency
 from ..residency.published import Published
@@ -202,5 +201,5 @@ class Promises:
 
     def _check(self) -> None:
         """Assert that the counts are those of the promises."""
-        assert Counter(chain.from_iterable(self._made.values())) == self.counts._counts
+        assert Counter(chain.from_iterable(self._made.values())) == self.counts
         assert not self._new.keys() & self._made.keys()

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -34,6 +35,9 @@ from ..events import DEFAULT_NAMESPACE, ContentSpan, Namespace
 from .chain_memo import SPAN, ChainMemo
 
 STRIDE = 32
+ANCHOR_STRIDES = (1, 2, 4, 8, 16, 32)
+"""Powers of two that divide the chain's stride, so that of any two strides the larger one's anchors are both's."""
+
 WIRE_BITS = 48
 TOKEN_BYTES = 4
 _LIMIT = 2**32
@@ -137,7 +141,6 @@ class TokenChain:
 
     __slots__ = (
         "_bounds",
-        "_extras",
         "_first",
         "_memo",
         "_mix",
@@ -145,6 +148,7 @@ class TokenChain:
         "_tokens",
         "_width",
         "depth",
+        "extras",
         "n_tokens",
         "namespace",
         "root",
@@ -177,12 +181,13 @@ class TokenChain:
         self.depth = self.n_tokens // spec.block_tokens
         self._bounds = [root]
         self._first = 0
-        self._extras: dict[int, bytes] = {}
+        self.extras: dict[int, bytes] = {}
+        """Block index -> digests of the content items that start in it."""
         if contents:
             for item in contents:
                 if not 0 <= item.start < max(self.n_tokens, 1):
                     raise UsageError(f"content {item.content_id!r} starts at {item.start}, outside the prompt")
-            self._extras = block_extras(contents, spec.block_tokens)
+            self.extras = block_extras(contents, spec.block_tokens)
 
     @property
     def packed(self) -> bytes:
@@ -204,7 +209,7 @@ class TokenChain:
         if depth % STRIDE == 0:
             return bounds[stride]
         packed = self._packed
-        if packed is None or self._extras:
+        if packed is None or self.extras:
             return self._hash(stride, depth)
         # As `_hash` does, without the call: a search asks for ten to twenty keys.
         width = self._width
@@ -213,7 +218,7 @@ class TokenChain:
     def _bound(self, stride: int) -> None:
         """Hash the keys at the strides up to `stride`: 0.3 us each."""
         bounds, mix = self._bounds, self._mix
-        if self._extras:
+        if self.extras:
             while len(bounds) <= stride:
                 bounds.append(self._hash(len(bounds) - 1, len(bounds) * STRIDE))
             return
@@ -234,7 +239,7 @@ class TokenChain:
         O(tokens) where they were not asked for, as for a prompt that nobody held. A prompt that was not even packed is
         left out.
         """
-        if self._memo is None or self._packed is None or self._extras or self.depth < SPAN * STRIDE:
+        if self._memo is None or self._packed is None or self.extras or self.depth < SPAN * STRIDE:
             return
         self._bound(self.depth // STRIDE)
         self._memo.keep(self._bounds, self._packed)
@@ -245,80 +250,55 @@ class TokenChain:
         if self.key(shorter) == other.key(shorter):
             # The same prompt again, or one that goes on: as common as a fork.
             return shorter
-        lower, upper = 0, min(self.depth, other.depth) // STRIDE + 1
-        while upper - lower > 1:
-            middle = (lower + upper) // 2
-            same = self.key(middle * STRIDE) == other.key(middle * STRIDE)
-            lower, upper = (middle, upper) if same else (lower, middle)
-        lower *= STRIDE
-        upper = min(self.depth, other.depth, lower + STRIDE) + 1
-        while upper - lower > 1:
-            middle = (lower + upper) // 2
-            same = self.key(middle) == other.key(middle)
-            lower, upper = (middle, upper) if same else (lower, middle)
-        return lower
+
+        def differs(depth: int) -> bool:
+            return self.key(depth) != other.key(depth)
+
+        lower = STRIDE * bisect_left(range(STRIDE, shorter + 1, STRIDE), True, key=differs)
+        return lower + bisect_left(range(lower + 1, min(shorter, lower + STRIDE) + 1), True, key=differs)
 
     def block(self, index: int) -> bytes:
         """Return what block `index` (from 0) contributes to the chain: its tokens, then its items' digests."""
         size = self._width
-        return self.packed[index * size : (index + 1) * size] + self._extras.get(index, b"")
-
-    def extras(self) -> dict[int, bytes]:
-        """Return block index -> digests of the content items that start in it."""
-        return self._extras
+        return self.packed[index * size : (index + 1) * size] + self.extras.get(index, b"")
 
     def _first_key(self) -> int:
         if self._packed is None:
             data = _pack_sequence(self._tokens[: self.spec.block_tokens])
         else:
             data = self._packed[: self._width]
-        return xxh3_64_intdigest(data + self._extras.get(0, b""), self.root ^ self._mix)
+        return xxh3_64_intdigest(data + self.extras.get(0, b""), self.root ^ self._mix)
 
     def _hash(self, stride: int, depth: int) -> int:
         lower = stride * STRIDE
-        if self._extras:
+        if self.extras:
             data = b"".join(map(self.block, range(lower, depth)))
         else:
-            packed = self._packed if self._packed is not None else self.packed
-            data = packed[lower * self._width : depth * self._width]
+            data = self.packed[lower * self._width : depth * self._width]
         return xxh3_64_intdigest(data, self._bounds[stride] ^ self._mix)
 
 
 class ChainCursor:
-    """The chain in streaming form: push blocks, get keys, 0.1 us a block; starts at the root or at any depth."""
+    """The chain in streaming form: append blocks, get keys, 0.1 us a block.
+
+    It starts at `depth`, given the key at the stride's lower boundary and the `blocks` since that boundary. With none
+    since, `depth` is a multiple of 32, as at the root, and `boundary_key` is its own key.
+    """
 
     __slots__ = ("_state", "depth", "key", "spec")
 
-    def __init__(self, spec: ChainSpec, root: int) -> None:
+    def __init__(self, spec: ChainSpec, boundary_key: int, depth: int = 0, blocks: bytes = b"") -> None:
         self.spec = spec
-        self.depth = 0
-        self.key = root
-        self._state: Any = None
-
-    @classmethod
-    def resume(cls, spec: ChainSpec, depth: int, boundary_key: int, blocks: bytes) -> ChainCursor:
-        """Continue at `depth`, given the key at its stride's lower boundary and the blocks since that boundary.
-
-        With no block since the boundary, `depth` is a multiple of 32 and `boundary_key` is its own key.
-        """
-        cursor = cls(spec, boundary_key)
-        cursor.depth = depth
-        if blocks:
-            cursor._state = xxh3_64(blocks, seed=boundary_key ^ spec.mix)
-            cursor.key = cursor._state.intdigest()
-        return cursor
+        self.depth = depth
+        self._state: Any = xxh3_64(blocks, seed=boundary_key ^ spec.mix)
+        self.key = self._state.intdigest() if blocks else boundary_key
 
     def push(self, block: bytes) -> int:
         """Append one block (its tokens, then its items' digests) and return the key at the new depth."""
-        if self.depth % STRIDE == 0:
-            self._state = xxh3_64(seed=self.key ^ self.spec.mix)
-        self._state.update(block)
-        self.depth += 1
-        self.key = self._state.intdigest()
-        return self.key
+        return self.extend([block])[0]
 
     def extend(self, blocks: Sequence[bytes]) -> list[int]:
-        """Append blocks and return the key at each new depth: `push` for many, without the calls."""
+        """Append blocks and return the key at each new depth."""
         keys: list[int] = []
         at = 0
         while at < len(blocks):
@@ -333,7 +313,3 @@ class ChainCursor:
             self.depth += len(part)
             self.key = keys[-1]
         return keys
-
-
-ANCHOR_STRIDES = (1, 2, 4, 8, 16, 32)
-"""Powers of two that divide the chain's stride, so that of any two strides the larger one's anchors are both's."""

@@ -1,10 +1,12 @@
-"""Sets of keys: sorted arrays of wire keys, what two of them differ in, net changes, and the checksum of a set.
+"""Sets of keys: sorted arrays of wire keys, what two of them differ in, net changes, counted keys, and the checksum.
 
 | type | meaning | keys |
 |---|---|---|
 | `Delta` | one net change of a set, while it is being collected key by key | sets of ints |
 | `KeyDelta` | one net change of a set, ready to be applied, sent or logged | sorted arrays |
 | `Difference` | what only one of two sets has, when two sets are compared | sorted arrays |
+| `KeyCounts` | how many blocks each key stands for, where no other set of these keys is kept | dict |
+| `Repeats` | the blocks beyond the first of a key, for callers that know whether the key is there already | dict |
 
 A delta is always (added, removed), in this order. It has two types because Python 3.10 has no generic named tuples, and
 because collecting needs sets while applying needs arrays: `Delta.sorted` leads from one to the other.
@@ -13,6 +15,8 @@ Rules:
 1. Arrays ascend strictly, and are replaced, never written. So a reference to an array is a snapshot.
 2. Two sorted arrays are merged by a stable sort, which finds the sorted runs: 4 ns a key, a fifth of what searching
    takes.
+3. Several blocks may share a key: it comes with the first of them and goes with the last. Among 100,000 blocks 1.8e-5
+   pairs share 48 bits of hash: next to no key is shared, but none may be dropped too early.
 """
 
 from __future__ import annotations
@@ -105,27 +109,60 @@ class Delta(NamedTuple):
 
     def gain_all(self, keys: Iterable[int]) -> None:
         """Note that `keys`, each once, entered the set."""
-        if not self.removed:
-            self.added.update(keys)
-            return
-        entered = set(keys)
-        back = entered & self.removed
-        self.removed.difference_update(back)
-        self.added.update(entered - back)
+        _move(keys, self.added, self.removed)
 
     def lose_all(self, keys: Iterable[int]) -> None:
         """Note that `keys`, each once, left the set."""
-        if not self.added:
-            self.removed.update(keys)
-            return
-        left = set(keys)
-        back = left & self.added
-        self.added.difference_update(back)
-        self.removed.update(left - back)
+        _move(keys, self.removed, self.added)
 
     def sorted(self) -> KeyDelta:
         """Return the change as arrays. 0.1 us a key."""
         return KeyDelta(sorted_keys(self.added), sorted_keys(self.removed))
+
+
+def _move(keys: Iterable[int], moved: set[int], opposite: set[int]) -> None:
+    """Add `keys` to `moved`, but for those that only take back what `opposite` has."""
+    if opposite:
+        keys = set(keys)
+        back = keys & opposite
+        opposite -= back
+        keys -= back
+    moved.update(keys)
+
+
+class KeyCounts(dict[int, int]):
+    """Key -> the number of blocks that it stands for. O(1) a call."""
+
+    def gain(self, key: int) -> bool:
+        """Count one more block of `key`; return whether it is the first."""
+        n = self[key] = self.get(key, 0) + 1
+        return n == 1
+
+    def lose(self, key: int) -> bool:
+        """Count one block less of `key`, which has one; return whether it was the last."""
+        n = self[key] = self[key] - 1
+        if not n:
+            del self[key]
+        return not n
+
+
+class Repeats(dict[int, int]):
+    """Key -> its blocks beyond the first: empty while no two blocks share a key. O(1) a call."""
+
+    def gain(self, key: int, there: bool) -> bool:
+        """Count one more block of `key`, which is `there` already or not; return whether it is the first."""
+        if there:
+            self[key] = self.get(key, 0) + 1
+        return not there
+
+    def lose(self, key: int) -> bool:
+        """Count one block less of `key`, which is there; return whether it was the last."""
+        more = self.get(key, 0)
+        if more > 1:
+            self[key] = more - 1
+        elif more:
+            del self[key]
+        return not more
 
 
 def sorted_keys(keys: Collection[int]) -> Keys:

@@ -2,7 +2,7 @@
 
 Rules:
 1. The trees that hold each key are counted. A key is published while all of them hold it. These counts run up to the
-   number of trees and are asked in between, which `keys.key_counts` is not made for.
+   number of trees and are asked in between, which `KeyCounts` is not made for.
 2. The published blocks are closed under prefixes, since the matchable blocks of each tree are. Their anchors are those
    of any tree that all trees hold. Where the trees diverge, the last common block may be no anchor of either: a coarse
    stride then publishes less than it could, but nothing false.
@@ -23,8 +23,6 @@ from .tree import RadixTree
 class Forest(Published):
     """Two or more trees, the last of them new and empty, in the place of `before`. O(blocks) to make."""
 
-    __slots__ = ("_holders", "_quorum", "_trees")
-
     def __init__(self, trees: Sequence[RadixTree], before: Published) -> None:
         super().__init__()
         self._trees = tuple(trees)
@@ -41,7 +39,7 @@ class Forest(Published):
         """Number of blocks that are matchable in every tree."""
         return self._quorum
 
-    def keys(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[int]:
         """Yield the keys of the blocks that are matchable in every tree."""
         return (key for key, n in self._holders.items() if n == len(self._trees))
 
@@ -106,6 +104,6 @@ class Forest(Published):
     def _check(self) -> None:
         """Assert every invariant but the trees' own. O(blocks)."""
         held = [set(tree) for tree in self._trees]
-        assert set(self.keys()) == set.intersection(*held)
-        assert self._quorum == sum(1 for _ in self.keys())
+        assert set(self) == set.intersection(*held)
+        assert self._quorum == sum(1 for _ in self)
         assert self._holders == Counter(key for keys in held for key in keys)

@@ -139,14 +139,10 @@ class Group:
         found = list(map(self.runs.setdefault, run.handles, repeat(run)))
         if len(self.runs) - known == len(found):
             return True
-        self.leave(run, found)
-        return False
-
-    def leave(self, run: Run, found: list[Run] | None = None) -> None:
-        """Undo `enter`; `found` are the runs that have the handles."""
-        for handle, other in zip(run.handles, found or repeat(run), strict=False):
+        for handle, other in zip(run.handles, found, strict=True):
             if other is run:
                 self.runs.pop(handle, None)
+        return False
 
     def keep(self, run: Run) -> None:
         """Register a new run under its handles."""
@@ -222,7 +218,7 @@ class Group:
             return at, at + 1
         n = _shared(mine, at, handles, i)
         if n == 1 and back and at:
-            n = _shared_back(mine, at, handles, i)
+            n = _shared(mine, at, handles, i, back)
             return at - n + 1, at + 1
         return at, at + n
 
@@ -287,31 +283,19 @@ def _may_join(parent: Run, kid: Run) -> bool:
     return kid.continues(parent) and not (isinstance(kid.kids, dict) and len(kid.kids) > BUSY_KIDS)
 
 
-def _shared(mine: list[Handle], at: int, handles: list[Handle], i: int) -> int:
-    """How many handles from `at` and from `i` on agree. The first do; steps grow, so that a short match is cheap."""
-    most = min(len(mine) - at, len(handles) - i)
+def _shared(mine: list[Handle], at: int, handles: list[Handle], i: int, back: bool = False) -> int:
+    """How many handles agree from `i` on and in `mine` from `at` on, or, if `back`, from `at` towards the root.
+
+    The first do. Steps grow, so that a short match is cheap.
+    """
+    most = min(at + 1 if back else len(mine) - at, len(handles) - i)
     n, step = 1, 4
     while n < most:
         upper = min(n + step, most)
-        if mine[at + n : at + upper] != handles[i + n : i + upper]:
-            while mine[at + n] == handles[i + n]:
-                n += 1
-            return n
-        n, step = upper, 2 * step
-    return n
-
-
-def _shared_back(mine: list[Handle], at: int, handles: list[Handle], i: int) -> int:
-    """As `_shared`, but in `mine` from `at` towards the root."""
-    most = min(at + 1, len(handles) - i)
-    n, step = 1, 4
-    while n < most:
-        upper = min(n + step, most)
-        part = mine[at - upper + 1 : at - n + 1]
-        part.reverse()
+        part = mine[at - upper + 1 : at - n + 1] if back else mine[at + n : at + upper]
+        if back:
+            part.reverse()
         if part != handles[i + n : i + upper]:
-            while mine[at - n] == handles[i + n]:
-                n += 1
-            return n
+            return next(k for k in range(n, upper) if part[k - n] != handles[i + k])
         n, step = upper, 2 * step
     return n

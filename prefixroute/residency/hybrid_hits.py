@@ -17,8 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from ..events import Handle
+from ..keys.chain import ChainSpec
 from ..keys.hit_marks import ENDS_ONLY, marked, section
-from ..keys.key_counts import KeyCounts
+from ..keys.keyset import KeyCounts
 from .forest import Forest
 from .group import Group, hit_unit
 from .published import Published
@@ -34,33 +35,18 @@ class HybridHits(Published):
     """The ends of one endpoint and their marks, in the place of `held`, which was published while it was no hybrid.
 
     `groups` are the endpoint's groups by number; the caller adds to them. `credited` are the tiers in which a window
-    group's block counts. A canonical block has `block_tokens` tokens.
+    group's block counts.
     """
-
-    __slots__ = (
-        "_credited",
-        "_ends",
-        "_groups",
-        "_marks",
-        "_places",
-        "_ready",
-        "_size",
-        "_told",
-        "_unit",
-        "_waits",
-        "_windows",
-        "held",
-    )
 
     ends_only = True
 
-    def __init__(self, held: Held, groups: Mapping[int, Group], credited: Sequence[str], block_tokens: int) -> None:
+    def __init__(self, held: Held, groups: Mapping[int, Group], credited: Sequence[str], spec: ChainSpec) -> None:
         super().__init__()
         self.held = held
         """The caller replaces it when one more full-attention group comes."""
         self._groups = groups
         self._credited = credited
-        self._size = block_tokens
+        self._size = spec.block_tokens
         self._unit = 0
         self._windows: list[WindowGroup] = []
         self._told: list[Handle] = []
@@ -86,7 +72,7 @@ class HybridHits(Published):
         """Number of keys that are published."""
         return len(self._ends) + len(self._marks) + 1
 
-    def keys(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[int]:
         """Yield the keys that are published: ends, marks, and `ENDS_ONLY`."""
         yield ENDS_ONLY
         yield from self._ends
@@ -94,7 +80,7 @@ class HybridHits(Published):
 
     def anchors(self, anchor_stride: int) -> Iterator[int]:
         """Yield the keys that are published at stride `anchor_stride`. O(keys)."""
-        return (key for key in self.keys() if self.is_anchor(key, self._depth(key), anchor_stride))
+        return (key for key in self if self.is_anchor(key, self._depth(key), anchor_stride))
 
     def is_anchor(self, key: int, depth: int, anchor_stride: int) -> bool:
         """Whether a key is published at stride `anchor_stride`. O(blocks right below an end)."""
@@ -176,16 +162,16 @@ class HybridHits(Published):
             run = group.runs.get(handle)
             if run is None or not any(tier in run.copies for tier in self._credited):
                 window.unplaced.discard(handle)
-                window.unlink(handle)
+                window.links.pop(handle, None)
                 if handle in window:
                     window.drop(handle)
             elif handle not in window:
                 near = self._place(handle, window, full, near)
                 if near is not None:
                     window.unplaced.discard(handle)
-                elif window.linked(handle):
+                elif handle in window.links:
                     window.unplaced.discard(handle)
-                    window.hold(handle, window.above(handle))
+                    window.hold(handle, window.links[handle])
                 else:
                     window.unplaced.add(handle)
 
@@ -208,8 +194,8 @@ class HybridHits(Published):
             before: Handle | None = None
             if start and not window.alone:
                 before = _ending_at(run, start)
-                if before is None and window.linked(handle):
-                    before = window.above(handle)
+                if before is None and handle in window.links:
+                    before = window.links[handle]
                 elif before is None:
                     continue
             if end % self._size == 0 and handle not in self._places:
@@ -318,12 +304,12 @@ class HybridHits(Published):
         assert all(len(set(handles)) == len(handles) for handles in self._ready.values())
         depths = {key: self._places[handles[0]][1] for key, handles in self._ready.items()}
         assert self._ends.keys() == {key for key, depth in depths.items() if self.held.is_anchor(key, depth, 1)}
-        marks: dict[int, int] = {}
+        marks = KeyCounts()
         for key, mine in self._ends.items():
             assert mine == self._marks_of(key, depths[key])
             for mark in mine:
-                marks[mark] = marks.get(mark, 0) + 1
-        assert marks == self._marks._counts
+                marks.gain(mark)
+        assert marks == self._marks
 
 
 def _at(run: Run, handle: Handle, near: tuple[Run, int] | None) -> int:

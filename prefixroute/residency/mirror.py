@@ -22,6 +22,7 @@ Blocks of 16 that make no run, because they came children first or all are forks
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from ..events import (
     CPU,
@@ -72,7 +73,7 @@ class Residency:
         self._live = LiveBlocks()
         self._stores = Stores(domain, self._live, self.counts, self._group)
         self._idle = Idleness()
-        self._trees = [RadixTree(self._spec, self._credited)]
+        self._trees = [RadixTree(self._spec, self._credited, self._idle)]
         """One for each full-attention group; the first is there before its group."""
         self._held: Held = self._trees[0]
         self._published: Published = self._held
@@ -107,7 +108,7 @@ class Residency:
 
     def keys(self) -> Iterator[int]:
         """Yield the 64-bit keys of all matchable canonical blocks, whether a hit can end there or not."""
-        return self._held.keys()
+        return iter(self._held)
 
     def published(self) -> Published:
         """Return what is to be published: iterate for its 64-bit keys. Ask anew after each `apply` (rule 6)."""
@@ -133,26 +134,20 @@ class Residency:
     def apply(self, batch: EngineBatch, now: float = 0.0) -> None:
         """Apply a batch as a whole, in order, at `now` in seconds. Amortised O(its blocks)."""
         self.counts.batches += 1
-        self._idle.tick(self._trees, now, batch.ts)
-        removal: BlocksRemoved | None = None
-        handles: list[Handle] = []
-        for event in batch.events:
-            if isinstance(event, BlocksRemoved):
-                # vLLM tells of each removed block in an event of its own: neighbours are applied as one.
-                self.counts.events += event.told
-                if removal is not None and not _alike(removal, event):
-                    self._remove(removal, handles)
-                    handles = []
-                removal = event
-                handles += event.handles
+        self._idle.tick(now, batch.ts)
+        for removal, events in groupby(batch.events, _removal):
+            if removal is None:
+                for event in events:
+                    self._apply(event)
                 continue
-            if removal is not None:
-                self._remove(removal, handles)
-                removal, handles = None, []
-            self._apply(event)
-        if removal is not None:
-            self._remove(removal, handles)
-        self._idle.collect(self._trees)
+            # vLLM tells of each removed block in an event of its own: neighbours are applied as one.
+            handles: list[Handle] = []
+            for event in events:
+                assert isinstance(event, BlocksRemoved)
+                self.counts.events += event.told
+                handles += event.handles
+            self._remove(*removal, handles)
+        self._idle.collect()
         self._published.collect()
         self._check_inflation()
 
@@ -164,7 +159,7 @@ class Residency:
     def use(self, chain: TokenChain, depth: int, now: float) -> None:
         """Note that a prompt is served from its first `depth` blocks here, at `now` in seconds. O(edges)."""
         key = chain.key(depth)
-        self._idle.tick(self._trees, now)
+        self._idle.tick(now)
         for tree in self._trees:
             tree.use(key)
 
@@ -190,9 +185,9 @@ class Residency:
         elif isinstance(event, UnknownEvent):
             counts.unknown_events += 1
 
-    def _remove(self, event: BlocksRemoved, handles: list[Handle]) -> None:
-        """Drop a copy of each of the handles, from the tier and group of `event`."""
-        group, tier = self._groups.get(event.group), event.tier
+    def _remove(self, tier: str, number: int, last_copy: bool, handles: list[Handle]) -> None:
+        """Drop one copy of each of the handles from a tier of a group, or all copies there if it was the last one."""
+        group = self._groups.get(number)
         i = 0
         while i < len(handles):
             run = group.runs.get(handles[i]) if group is not None else None
@@ -204,7 +199,7 @@ class Residency:
             i += upper - lower
             self.counts.removed += upper - lower
             held = run.copies[tier]
-            gone = held if event.last_copy else 1
+            gone = held if last_copy else 1
             if tier == GPU:
                 self._live.gpu_copies -= gone * (upper - lower)
             if held > gone:
@@ -241,7 +236,7 @@ class Residency:
         self._clear(None)
         self._groups.clear()
         before, self._stores.hits = self._published, None
-        self._trees = [self._new_tree()]
+        self._trees = [RadixTree(self._spec, self._credited, self._idle)]
         self._held = self._published = self._trees[0]
         self._published.replace(before)
 
@@ -251,17 +246,13 @@ class Residency:
 
     def _check_inflation(self) -> None:
         """More live copies than the engine has blocks: removals were lost, or a full report was taken for stores."""
-        if not self.capacity_tokens:
-            self._inflated = False
-            return
         # A copy takes one of the engine's blocks, whatever its group; the smallest size never finds too many.
         block = min((group.block_size for group in self._groups.values() if group.block_size), default=0)
-        if self._live.gpu_copies * block <= self.capacity_tokens:
-            self._inflated = False
-        elif not self._inflated:
-            self._inflated = True
+        inflated = 0 < self.capacity_tokens < self._live.gpu_copies * block
+        if inflated and not self._inflated:
             self.counts.inflated += 1
             self._doubt()
+        self._inflated = inflated
 
     # --- groups --------------------------------------------------------------------------------------------
 
@@ -273,32 +264,24 @@ class Residency:
                 reblocker = Reblocker(self._spec, self._add_tree())
             elif kind not in APART_KINDS:
                 window = WindowGroup(kind)
-                self._become_hybrid()
+                if self._stores.hits is None:
+                    self._published = self._stores.hits = HybridHits(
+                        self._held, self._groups, self._credited, self._spec
+                    )
             group = self._groups[number] = Group(reblocker, window)
         return group
-
-    def _new_tree(self) -> RadixTree:
-        tree = RadixTree(self._spec, self._credited)
-        tree.now = self._idle.now
-        return tree
 
     def _add_tree(self) -> RadixTree:
         """The tree for one more full-attention group: the first one, or a new one in a forest with the others."""
         if all(group.reblocker is None for group in self._groups.values()):
             return self._trees[0]
-        self._trees.append(self._new_tree())
+        self._trees.append(RadixTree(self._spec, self._credited, self._idle))
         self._held = Forest(self._trees, self._held)
         if self._stores.hits is None:
             self._published = self._held
         else:
             self._stores.hits.held = self._held
         return self._trees[-1]
-
-    def _become_hybrid(self) -> None:
-        """From the first window or state group on, publish only where hits end."""
-        if self._stores.hits is None:
-            hits = HybridHits(self._held, self._groups, self._credited, self._spec.block_tokens)
-            self._published = self._stores.hits = hits
 
     def _check(self) -> None:
         """Assert every invariant. O(blocks)."""
@@ -314,6 +297,6 @@ class Residency:
         assert self._published is (self._stores.hits or self._held)
 
 
-def _alike(one: BlocksRemoved, other: BlocksRemoved) -> bool:
-    """Whether two removals differ in their handles alone."""
-    return (one.tier, one.group, one.last_copy) == (other.tier, other.group, other.last_copy)
+def _removal(event: EngineEvent) -> tuple[str, int, bool] | None:
+    """The tier, the group and `last_copy` of a removal, None of another event."""
+    return (event.tier, event.group, event.last_copy) if isinstance(event, BlocksRemoved) else None

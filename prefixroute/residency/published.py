@@ -43,12 +43,8 @@ class Published(ABC):
         """Number of keys. O(1)."""
 
     @abstractmethod
-    def keys(self) -> Iterator[int]:
-        """Yield the 64-bit keys. O(keys)."""
-
     def __iter__(self) -> Iterator[int]:
-        """Yield the 64-bit keys."""
-        return self.keys()
+        """Yield the 64-bit keys. O(keys)."""
 
     def collect(self) -> None:  # noqa: B027 - a tree has nothing to gather
         """Bring the keys up to date after events were applied. O(what changed)."""
@@ -65,7 +61,7 @@ class Published(ABC):
         """
         watched, self._changes = before._touched is not None, before.take_changes()
         touched = before.take_touched()
-        for key in before.keys():  # noqa: SIM118 - no dict
+        for key in before:
             self._changes.lose(key)
             touched[key] = 0
         before.watch_anchors(False)

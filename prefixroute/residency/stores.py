@@ -58,13 +58,10 @@ class Stores:
             group.forget_lost(handles)
             self._store_untold(group, handles, event.tier, data is None)
             return
-        run = Run(handles, self._live.epoch)
-        if group.enter(run):
-            root = self._root(group, event)
-            if root is not None:
-                self._store_new(group, event, run, data, root)
-                return
-            group.leave(run)
+        run, root = Run(handles, self._live.epoch), self._root(group, event)
+        if root is not None and group.enter(run):
+            self._store_new(group, event, run, data, root)
+            return
         group.forget_lost(handles)
         self._store_mixed(group, event, handles, data, self._root(group, event))
 

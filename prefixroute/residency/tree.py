@@ -25,6 +25,7 @@ from ..errors import UsageError
 from ..events import CPU, GPU
 from ..keys.chain import STRIDE, ChainCursor, ChainSpec, TokenChain
 from .edge import Edge
+from .idle import Idleness
 from .published import Published
 
 
@@ -32,10 +33,10 @@ class RadixTree(Published):
     """Which prefixes an endpoint holds, exactly, by tier; what it publishes are its matchable blocks.
 
     A block is named by (key, depth), the first one of a path having depth 1. `credited` are the tiers that make a block
-    matchable.
+    matchable; `idle` has the time, and is told for how long removed blocks had not been used.
     """
 
-    def __init__(self, spec: ChainSpec, credited: Sequence[str] = (GPU, CPU)) -> None:
+    def __init__(self, spec: ChainSpec, credited: Sequence[str] = (GPU, CPU), idle: Idleness | None = None) -> None:
         super().__init__()
         self._spec = spec
         self._size = spec.block_bytes
@@ -45,10 +46,7 @@ class RadixTree(Published):
         self._matchable = 0
         self._request_ends: dict[int, int] = {}
         """Key -> depth."""
-        self.now = 0.0
-        """Seconds: the time at which the next calls happen. The caller sets it."""
-        self.idle_s: list[float] = []
-        """Seconds for which each removed block had not been used. The caller empties the list."""
+        self._idle = idle or Idleness()
 
     # --- reading -------------------------------------------------------------------------------------------
 
@@ -69,7 +67,7 @@ class RadixTree(Published):
         """Number of matchable blocks."""
         return self._matchable
 
-    def keys(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[int]:
         """Yield the keys of all matchable blocks, parents before children."""
         for edge in self._edges():
             yield from edge.keys[: edge.reach]
@@ -136,7 +134,7 @@ class RadixTree(Published):
                     self._append(edge, blocks[i:] if i else blocks, cursor, keys, tier)
                     return keys
                 edge, at = child, 0
-                edge.used_at = self.now
+                edge.used_at = self._idle.now
             n = edge.common(at, blocks, i, self._size)
             if not n:
                 edge = self._split(edge, at)
@@ -163,48 +161,30 @@ class RadixTree(Published):
         for edge, lower, upper in parts:
             self._count(edge, lower, upper, tier, -1)
             if tier in self._credited:
-                self.idle_s += [self.now - edge.used_at] * (upper - lower)
+                self._idle.evicted_s += [self._idle.now - edge.used_at] * (upper - lower)
         self._prune(parts[0][0])
 
-    def clear(self, tier: str | None = None) -> None:
-        """Drop `tier`'s counts, or everything when it is None. O(blocks)."""
-        leaves = []
-        for edge in self._edges():
-            if tier is None:
-                edge.counts.clear()
-            else:
-                edge.counts.pop(tier, None)
-            still = next((at for at in range(edge.reach) if not edge.held(at, self._credited)), edge.reach)
-            if still < edge.reach:
-                self._settle(edge, still)
-            if not edge.children and edge.keys:
-                leaves.append(edge.keys[-1])
-        if tier is None:
-            self._where.clear()
-            self._roots.clear()
-            self._request_ends.clear()
-        for key in leaves:
-            # A merge may have put the leaf's blocks into another edge: ask again where they are.
-            leaf = self._where.get(key)
-            if leaf is not None and not leaf.children:
-                self._prune(leaf)
+    def clear(self) -> None:
+        """Drop everything. O(blocks)."""
+        for root in self._roots.values():
+            self._settle(root, 0)
+        self._where.clear()
+        self._roots.clear()
+        self._request_ends.clear()
 
     def end_request(self, chain: TokenChain) -> None:
         """Make the last block of a prompt an anchor while it is in the tree, if the whole prompt is matchable. O(1)."""
-        if not chain.depth:
-            return
         key = chain.key(chain.depth)
-        edge = self._where.get(key)
-        at = chain.depth - edge.depth - 1 if edge is not None else -1
-        if edge is not None and 0 <= at < edge.reach and edge.keys[at] == key:
+        if self.is_anchor(key, chain.depth, 1):
             self._request_ends[key] = chain.depth
-            self._touch(edge, at, at + 1)
+            if self._touched is not None:
+                self._touched[key] = chain.depth
 
     def use(self, key: int) -> None:
         """Note that a prompt uses the path down to the block with this key. O(edges above it)."""
         edge = self._where.get(key)
         while edge is not None:
-            edge.used_at = self.now
+            edge.used_at = self._idle.now
             edge = edge.parent
 
     def up(self, key: int, depth: int, n: int) -> int:
@@ -255,10 +235,10 @@ class RadixTree(Published):
         """The chain's streaming state at (key, depth): at most 31 blocks are read back."""
         back = depth % STRIDE
         if back == 0:
-            return ChainCursor.resume(self._spec, depth, key, b"")
+            return ChainCursor(self._spec, key, depth)
         parts = reversed(self._parts(key, depth, back))
         blocks = b"".join([edge.blocks(lower, upper, self._size) for edge, lower, upper in parts])
-        return ChainCursor.resume(self._spec, depth, self.up(key, depth, back), blocks)
+        return ChainCursor(self._spec, self.up(key, depth, back), depth, blocks)
 
     def _append(
         self, edge: Edge, blocks: Sequence[bytes], cursor: ChainCursor, keys: list[int], tier: str | None
@@ -269,7 +249,7 @@ class RadixTree(Published):
             leaf = Edge(edge, edge.depth + len(edge.keys))
         else:
             leaf = edge
-        leaf.used_at = self.now
+        leaf.used_at = self._idle.now
         start = len(leaf.keys)
         fresh = cursor.extend(blocks)
         wanted, made = len(fresh), self._enter(fresh, leaf)
@@ -288,12 +268,7 @@ class RadixTree(Published):
         if leaf is not edge:
             edge.children[blocks[0]] = leaf
         if tier is not None:
-            counts = leaf.counts.get(tier)
-            if counts is None:
-                counts = leaf.counts[tier] = array("I", bytes(4 * (start + made)))
-            counts[start:] = array("I", [1]) * made
-            if leaf.reach == start and tier in self._credited and leaf.reachable():
-                self._advance(leaf)
+            self._count(leaf, start, start + made, tier, 1)
         elif made < wanted:
             self._prune(leaf)
             return
@@ -376,9 +351,7 @@ class RadixTree(Published):
     def _prune(self, edge: Edge) -> None:
         """Drop the last blocks that no tier holds, from `edge` upwards; merge what is left with an only child."""
         size, where = self._size, self._where
-        while edge.parent is not None:
-            if edge.children:
-                break
+        while edge.parent is not None and not edge.children:
             end = edge.held_end()
             gone = edge.keys[end:]
             for key in gone:
@@ -390,9 +363,8 @@ class RadixTree(Published):
                 if gone:
                     edge.trim(end, size)
                 break
-            parent = edge.parent
-            del parent.children[edge.block(0, self._size)]
-            edge = parent
+            del edge.parent.children[edge.block(0, size)]
+            edge = edge.parent
         if edge.parent is None:
             if not edge.children:
                 del self._roots[edge.root_key], self._where[edge.root_key]

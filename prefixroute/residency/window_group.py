@@ -43,22 +43,6 @@ class WindowGroup:
     answer. The follower (`HybridHits`) takes both and empties them.
     """
 
-    __slots__ = (
-        "_after",
-        "_before",
-        "_grow",
-        "_kind",
-        "_links",
-        "_need",
-        "_stores",
-        "_tokens",
-        "_unbroken",
-        "block_size",
-        "changed",
-        "touched",
-        "unplaced",
-    )
-
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._tokens = 0
@@ -69,7 +53,7 @@ class WindowGroup:
         self._unbroken: dict[Handle, int] = {}
         self._before: dict[Handle, Handle | None] = {}
         self._after: dict[Handle, set[Handle]] = {}
-        self._links: dict[Handle, Handle | None] = {}
+        self.links: dict[Handle, Handle | None] = {}
         """Block smaller than full attention's -> the one above, `NOWHERE` if stores did not tell which."""
         self._stores: list[tuple[Handle | None, tuple[Handle, ...], int]] = []
         self.touched: dict[Handle, None] = {}
@@ -129,23 +113,11 @@ class WindowGroup:
         fresh: list[Handle] = []
         for parent, handles, blocks in stores if ratio > 1 else ():
             for handle, above in zip(handles, self._above(parent, handles, blocks, ratio, place), strict=True):
-                known = self._links.get(handle, NOWHERE)
-                if handle not in self._links or (known == NOWHERE and above != NOWHERE):
-                    self._links[handle] = above
+                known = self.links.get(handle, NOWHERE)
+                if handle not in self.links or (known == NOWHERE and above != NOWHERE):
+                    self.links[handle] = above
                     fresh.append(handle)
         return fresh
-
-    def linked(self, handle: Handle) -> bool:
-        """Whether a store told which block is above, or that it left blocks out there."""
-        return handle in self._links
-
-    def above(self, handle: Handle) -> Handle | None:
-        """Return the block above, as stores told it: None at the root, `NOWHERE` if they did not tell."""
-        return self._links.get(handle, NOWHERE)
-
-    def unlink(self, handle: Handle) -> None:
-        """Forget which block is above one that is no longer held."""
-        self._links.pop(handle, None)
 
     def _above(
         self,
@@ -181,7 +153,7 @@ class WindowGroup:
         self._unbroken.clear()
         self._before.clear()
         self._after.clear()
-        self._links.clear()
+        self.links.clear()
         self._stores.clear()
         self.unplaced.clear()
 

@@ -97,7 +97,7 @@ def test_cursor_resumes_at_any_depth(depth: int) -> None:
     blocks = packed_blocks(SPEC, list(range(4 * 130)))
     expected = by_definition(SPEC, ROOT, blocks)
     lower = depth - depth % STRIDE
-    cursor = ChainCursor.resume(SPEC, depth, expected[lower], b"".join(blocks[lower:depth]))
+    cursor = ChainCursor(SPEC, expected[lower], depth, b"".join(blocks[lower:depth]))
     assert (cursor.depth, cursor.key) == (depth, expected[depth])
     assert [cursor.push(block) for block in blocks[depth:]] == expected[depth + 1 :]
     assert (cursor.depth, cursor.key) == (130, expected[130])
@@ -296,7 +296,7 @@ def test_secret_enters_every_stride_and_not_the_root_alone() -> None:
     plain, mixed = (streamed(ChainSpec(4, mix), ROOT, blocks) for mix in (0, 1))
     assert not set(plain[1:]) & set(mixed[1:])
     # Who knows the key of a boundary, but not the secret, cannot go on from it.
-    assert ChainCursor.resume(ChainSpec(4, 0), 32, mixed[32], b"").push(blocks[32]) != mixed[33]
+    assert ChainCursor(ChainSpec(4, 0), mixed[32], 32).push(blocks[32]) != mixed[33]
 
 
 # --- content items -----------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ def test_forms_agree_with_items_at_every_depth() -> None:
     assert keys_of(prompt) == by_definition(SPEC, ROOT, blocks) == streamed(SPEC, ROOT, blocks)
     assert (
         block_extras(items, 4)
-        == prompt.extras()
+        == prompt.extras
         == {i: blocks[i][16:] for i in (0, 31, 32)} | {40: content_digest("in the unfinished block", 1)}
     )
 

@@ -133,9 +133,9 @@ class TreeAgainstModel(RuleBasedStateMachine):
 
     @rule(tier=st.sampled_from(TIERS))
     def clear_tier(self, tier: str) -> None:
-        self.tree.clear(tier)
-        for copies in self.copies.values():
-            copies[tier] = 0
+        for path, copies in self.copies.items():
+            for _ in range(copies.pop(tier, 0)):
+                self.tree.remove(key(path), len(path), 1, tier)
 
     @rule(yes=st.integers(0, 5).map(lambda n: n == 0))
     def clear_all(self, yes: bool) -> None:
@@ -168,7 +168,7 @@ class TreeAgainstModel(RuleBasedStateMachine):
         self.tree._check()
         assert len(self.tree) == len(nodes)
         assert all(self.tree.has(key(path), len(path)) for path in nodes)
-        found = list(self.tree.keys())
+        found = list(self.tree)
         assert len(found) == len(good) == self.tree.n_keys
         assert set(found) == set(good)
         changes = self.tree.take_changes()
@@ -263,20 +263,20 @@ def test_match_goes_on_through_credited_tiers() -> None:
     store(tree, "ab", "cpu")
     store(tree, "abcd", "gpu", below=2)
     assert matches(tree, "abcd") == 4
-    tree.clear("cpu")
+    tree.remove(key("ab"), 2, 2, "cpu")
     tree._check()
     assert (matches(tree, "abcd"), len(tree)) == (0, 4)
-    tree.clear("gpu")
+    tree.remove(key("abcd"), 4, 2, "gpu")
     tree._check()
     assert len(tree) == 0
 
 
-def test_clearing_a_tier_prunes_merges_and_leaves_the_rest() -> None:
+def test_removing_prunes_merges_and_leaves_the_rest() -> None:
     tree = RadixTree(SPEC)
     store(tree, "abcd", "gpu")
     store(tree, "abxy", "cpu", below=2)
     assert edges(tree) == [2, 2, 2]
-    tree.clear("cpu")
+    tree.remove(key("abxy"), 4, 2, "cpu")
     tree._check()
     assert edges(tree) == [4]
     assert (matches(tree, "abcd"), matches(tree, "abxy")) == (4, 2)
@@ -462,7 +462,7 @@ def test_refused_fork_leaves_the_edge_whole() -> None:
     tree = RadixTree(SPEC)
     trunk = "abcdef"
     store(tree, trunk)
-    taken = set(tree.keys())
+    taken = set(tree)
     fork, letter = next((n, x) for n in range(1, 6) for x in "ghijklmnopqrstuvwxyz" if key((*trunk[:n], x)) in taken)
     assert store(tree, (*trunk[:fork], letter), below=fork) == []
     tree._check()
