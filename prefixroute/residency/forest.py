@@ -2,7 +2,7 @@
 
 Rules:
 1. The trees that hold each key are counted. A key is published while all of them hold it. These counts run up to the
-   number of trees and are asked in between, which `KeyCounts` is not made for.
+   number of trees and are asked in between, unlike `KeyCounts`.
 2. The published blocks are closed under prefixes, since the matchable blocks of each tree are. Their anchors are those
    of any tree that all trees hold. Where the trees diverge, the last common block may be no anchor of either: a coarse
    stride then publishes less than it could, but nothing false.
@@ -64,8 +64,6 @@ class Forest(Published):
     def up(self, key: int, depth: int, n: int) -> int:
         """Return the key of the block `n` above (key, depth), which every tree holds. O(edges between)."""
         return self._trees[0].up(key, depth, n)
-
-    # --- anchors -------------------------------------------------------------------------------------------
 
     def anchors(self, anchor_stride: int) -> Iterator[int]:
         """Yield the keys of the anchors of stride `anchor_stride`. O(edges + anchors)."""

@@ -33,8 +33,6 @@ class Group:
     A group in which no prefix is looked up has neither: its blocks are only counted.
     """
 
-    __slots__ = ("block_size", "reblocker", "runs", "waiting", "window")
-
     def __init__(self, reblocker: Reblocker | None, window: WindowGroup | None = None) -> None:
         self.reblocker = reblocker
         self.window = window
@@ -144,10 +142,6 @@ class Group:
                 self.runs.pop(handle, None)
         return False
 
-    def keep(self, run: Run) -> None:
-        """Register a new run under its handles."""
-        self.runs.update(dict.fromkeys(run.handles, run))
-
     # --- places --------------------------------------------------------------------------------------------
 
     def place_below(self, run: Run, wanted: Handle) -> None:
@@ -178,7 +172,10 @@ class Group:
             for handle in at.handles:
                 del runs[handle]
             if at.wants is not None:
-                self._stop_waiting(at)
+                waiting = self.waiting[at.wants]
+                del waiting[at.handles[0]]
+                if not waiting:
+                    del self.waiting[at.wants]
             at = at.unlink()
         return at
 
@@ -195,13 +192,6 @@ class Group:
                 self.reblocker.unresolve(kid)
             run.kids = None
             self.drop(run)
-
-    def _stop_waiting(self, run: Run) -> None:
-        assert run.wants is not None
-        waiting = self.waiting[run.wants]
-        del waiting[run.handles[0]]
-        if not waiting:
-            del self.waiting[run.wants]
 
     # --- runs of handles -----------------------------------------------------------------------------------
 

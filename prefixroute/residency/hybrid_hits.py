@@ -129,13 +129,19 @@ class HybridHits(Published):
     # --- parts ---------------------------------------------------------------------------------------------
 
     def _wanted(self, window: WindowGroup, full: list[Group], waited: bool) -> dict[Handle, None]:
-        """The handles of a window group to look at again: touched, newly linked, or unplaced so far.
+        """The handles of a window group to look at again: touched, unplaced so far, or newly linked or placed.
 
         If full-attention blocks `waited` for a parent, any of them may have been attached and thereby placed, however
         long ago it was told of. Otherwise only those count that were told of just now.
         """
         wanted, window.touched = window.touched, {}
-        for handle in self._linked(window, full):
+        block = min((group.block_size for group in full), default=0)
+        ratio = block // window.block_size if window.block_size else 0
+        again = window.link(ratio, lambda handle: _end_of(handle, full))
+        if ratio > 1:
+            # A block that is held by its link gets its place as soon as full attention tells of it.
+            again += [handle for handle in self._told if handle in window and handle not in self._places]
+        for handle in again:
             wanted[handle] = None
             if handle in window:
                 window.drop(handle)
@@ -144,16 +150,6 @@ class HybridHits(Published):
         elif window.unplaced:
             wanted.update(dict.fromkeys([handle for handle in self._told if handle in window.unplaced]))
         return wanted
-
-    def _linked(self, window: WindowGroup, full: list[Group]) -> list[Handle]:
-        """Held blocks, smaller than full attention's, of which the block above or the place has become known."""
-        block = min((group.block_size for group in full), default=0)
-        ratio = block // window.block_size if window.block_size else 0
-        again = window.link(ratio, lambda handle: _end_of(handle, full))
-        if ratio > 1:
-            # A block that is held by its link gets its place as soon as full attention tells of it.
-            again += [handle for handle in self._told if handle in window and handle not in self._places]
-        return again
 
     def _follow(self, group: Group, window: WindowGroup, wanted: dict[Handle, None], full: list[Group]) -> None:
         """Let a group's window hold those of the wanted handles that the group holds, and no others of them."""

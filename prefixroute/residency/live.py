@@ -25,8 +25,6 @@ DOUBT = 0.5
 class LiveBlocks:
     """Counts of one engine's blocks, and every change of their copies."""
 
-    __slots__ = ("blocks", "doubtful", "epoch", "gpu_copies")
-
     def __init__(self) -> None:
         self.blocks = 0
         self.doubtful = 0

@@ -4,9 +4,8 @@ Rules (each has a recorded stream or a named issue behind it):
 1. State is kept by (group, handle) and counted per tier. vLLM stores a block twice when a prompt is exactly k blocks
    long, or when two equal requests run at once, and removes it twice (vLLM #48933, Dynamo #8012).
 2. How stores enter, those without a known parent, those without tokens and reports too, `stores` says.
-3. Engine blocks of any size become canonical blocks (`reblock`). A canonical block is held while all its tokens are.
-   Blocks of one path with equal copies are kept as one run (`runs`), so that small pages cost little more than large
-   blocks.
+3. Engine blocks of any size become canonical blocks (`reblock`), which are held while all their tokens are. Blocks of
+   one path with equal copies are one run (`runs`), so that small pages cost little more than large blocks.
 4. Full-attention groups place blocks, and a prefix counts only if every such group holds it (`forest`). Window and
    state groups enter the hit unit, and a hit ends only where each of them has what it needs (`hybrid_hits`).
 5. A gap makes the residency partial: what was known before it is doubtful (`live`).
@@ -56,10 +55,8 @@ from .window_group import APART_KINDS, WindowGroup
 class Residency:
     """The mirror of one endpoint's engine (one data-parallel rank), exact while its stream is clean.
 
-    `apply` takes batches in order and never raises for what an engine sent. `take_changes` gives the 64-bit keys that
-    are to be published and those that are not any more: matchable canonical blocks, or the ends of a hybrid model's
-    hits. Blocks in `credited` tiers count for a match. `capacity_tokens`, when known (above 0), bounds the live copies
-    in the GPU tier.
+    `apply` takes batches in order and `take_changes` tells what they changed. Blocks in `credited` tiers count for a
+    match. `capacity_tokens`, when known (above 0), bounds the live copies in the GPU tier.
     """
 
     def __init__(self, domain: Domain, credited: Sequence[str] = (GPU, CPU), capacity_tokens: int = 0) -> None:
@@ -126,7 +123,7 @@ class Residency:
         return [Live(tier, number, handles, copies) for (tier, number), (handles, copies) in sorted(rows.items())]
 
     def take_changes(self) -> Delta:
-        """Return and forget the keys that came to be published, and ceased to be, since the last call."""
+        """Return and forget the 64-bit keys that came to be published, and ceased to be, since the last call."""
         return self._published.take_changes()
 
     # --- writing -------------------------------------------------------------------------------------------

@@ -26,16 +26,12 @@ from ..keys.keyset import Delta
 class Published(ABC):
     """The keys of one endpoint, at every anchor stride."""
 
-    __slots__ = ("_changes", "_touched")
-
     ends_only = False
     """Whether the keys are the ends of hits and their marks (`keys.hit_marks`), not all blocks of a prefix."""
 
     def __init__(self) -> None:
         self._changes = Delta(set(), set())
         self._touched: dict[int, int] | None = None
-
-    # --- the keys ------------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -68,8 +64,6 @@ class Published(ABC):
         self.watch_anchors(watched)
         if watched:
             self._touched = touched
-
-    # --- anchors -------------------------------------------------------------------------------------------
 
     @abstractmethod
     def anchors(self, anchor_stride: int) -> Iterator[int]:

@@ -1,9 +1,8 @@
 """Engine blocks of any size, mapped onto the canonical blocks of a radix tree.
 
-A `Run` is consecutive engine blocks: tokens `start` to `end` - 1 of a path. A canonical block is *vouched for* in a
-tier by the run that holds its last token, when that run and the ones above it, back to the block's first token, all
-have a copy in the tier. So of the blocks that end in a run only the first may depend on another run: all others are
-counted at once.
+A canonical block is *vouched for* in a tier by the `Run` that holds its last token, when that run and the ones above
+it, back to the block's first token, all have a copy in the tier. So of the blocks that end in a run only the first may
+depend on another run: all others are counted at once.
 
 Rules:
 1. A run vouches once per tier, however many copies it has: copies are counted in the run.
@@ -24,8 +23,6 @@ from .tree import RadixTree
 
 class Reblocker:
     """Keeps one tree's counts equal to what the runs of one group vouch for."""
-
-    __slots__ = ("_size", "_width", "tree")
 
     def __init__(self, spec: ChainSpec, tree: RadixTree) -> None:
         self._size = spec.block_tokens

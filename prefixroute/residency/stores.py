@@ -28,8 +28,6 @@ from .runs import Run
 class Stores:
     """Puts stores and reports into groups. `group_of(number, kind)` gives the group, and makes it if it is new."""
 
-    __slots__ = ("_counts", "_domain", "_group_of", "_live", "hits")
-
     def __init__(
         self, domain: Domain, live: LiveBlocks, counts: StreamCounts, group_of: Callable[[int, str], Group]
     ) -> None:
@@ -120,7 +118,7 @@ class Stores:
                 self._counts.hash_only += j - i
             self._live.hold(group, run, tier)
             if known is None:
-                group.keep(run)
+                group.runs.update(dict.fromkeys(run.handles, run))
                 group.adopt(handles[i:j])
             else:
                 group.heal(run)
@@ -155,7 +153,7 @@ class Stores:
                 if root is None:
                     self._counts.orphans += j - i
                 if known is None:
-                    group.keep(run)
+                    group.runs.update(dict.fromkeys(run.handles, run))
                 wanted = handles[i - 1] if i else event.parent
                 if wanted is not None:
                     group.place_below(run, wanted)

@@ -4,7 +4,7 @@ Rules:
 1. A block is *held* in a tier while its count there is above 0. Blocks are counted, because several engine blocks can
    vouch for one canonical block (engine blocks of 128 tokens that fork late share their first canonical blocks).
 2. A block is *matchable* when it and all its ancestors are held in a credited tier. So the matchable blocks of an edge
-   are its first ones; their number is the edge's *reach*. Matchable blocks are what is published.
+   are its first ones; their number is the edge's *reach*.
 3. A block stays in the tree while it is held or has a descendant; otherwise it is pruned at once, and an edge that is
    left with one child is merged with it. So the tree holds the engine's blocks and the gaps above them, nothing else.
 4. Splits and merges point the blocks of the shorter side to another edge: O(min of both).
@@ -367,16 +367,12 @@ class RadixTree(Published):
             edge = edge.parent
         if edge.parent is None:
             if not edge.children:
-                del self._roots[edge.root_key], self._where[edge.root_key]
+                del self._roots[edge.root_key], where[edge.root_key]
         elif len(edge.children) == 1:
-            self._merge(edge)
-
-    def _merge(self, upper: Edge) -> None:
-        """Join an edge with its only child."""
-        self._touch(upper, upper.reach - 1, upper.reach)
-        stays, goes = upper.merge(self._size)
-        for key in goes.keys:
-            self._where[key] = stays
+            self._touch(edge, edge.reach - 1, edge.reach)
+            stays, goes = edge.merge(size)
+            for key in goes.keys:
+                where[key] = stays
 
     def _check(self) -> None:
         """Assert every invariant of the structure. O(blocks), recomputing each key."""

@@ -48,7 +48,9 @@ class WindowGroup:
         self._tokens = 0
         self.block_size = 0
         self._need = 1
-        self._grow = 1 if kind in STATE_KINDS else 0
+        self.alone = kind in STATE_KINDS
+        """Whether a hit needs one block only: the group keeps states (Mamba)."""
+        self._grow = int(self.alone)
         """What a block adds to the unbroken number of the one above; 0 if a hit needs all up to the root."""
         self._unbroken: dict[Handle, int] = {}
         self._before: dict[Handle, Handle | None] = {}
@@ -64,11 +66,6 @@ class WindowGroup:
     def __contains__(self, handle: object) -> bool:
         """Whether a block is held and placed."""
         return handle in self._unbroken
-
-    @property
-    def alone(self) -> bool:
-        """Whether a hit needs one block only: the group keeps states (Mamba)."""
-        return self._kind in STATE_KINDS
 
     def reaches(self, handle: Handle) -> bool:
         """Whether a hit may end with this block. O(1)."""
