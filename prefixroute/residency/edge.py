@@ -129,11 +129,6 @@ class Edge:
             edge = edge.parent
         return edge.root_key
 
-    def level(self) -> None:
-        """Give every tier an entry for each block that was appended."""
-        for count in self.counts.values():
-            count.extend([0] * (len(self.keys) - len(count)))
-
     def trim(self, end: int, size: int) -> None:
         """Drop the blocks from `end` on."""
         del self.data[end * size :], self.keys[end:]

@@ -277,7 +277,7 @@ class HybridHits(Published):
         if self._touched is not None:
             handle = self._ready[key][0]
             self._touch(*self._places[handle])
-            above = self._windows[0].before(handle)
+            above = self._windows[0].before.get(handle)
             if above is not None and above in self._places:
                 self._touch(*self._places[above])
 

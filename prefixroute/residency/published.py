@@ -51,10 +51,7 @@ class Published(ABC):
         return changes
 
     def replace(self, before: Published) -> None:
-        """Take the place of `before`, with no key yet: what `before` has not told of its changes is told from here.
-
-        O(keys of `before`).
-        """
+        """Take the place of `before`, with no key yet, and tell what it has not told. O(keys of `before`)."""
         watched, self._changes = before._touched is not None, before.take_changes()
         touched = before.take_touched()
         for key in before:

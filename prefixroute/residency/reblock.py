@@ -110,8 +110,6 @@ class Reblocker:
         if run.root is not None:
             assert self._placed(run) or not any(self._own(run, run.start, tier) for tier in run.copies)
 
-    # --- parts ---------------------------------------------------------------------------------------------
-
     def _placed(self, run: Run) -> bool:
         return self.tree.has(run.key, run.end // self._size)
 

@@ -7,8 +7,7 @@ Rules:
 3. Runs without tokens have no path: their halves are not linked when they are cut.
 4. `copies` is never written to, since runs share it: most have one copy in one tier.
 
-Memory: about 220 bytes, 8 for each block, and the tokens again, 4 bytes each, where the engine's block is no multiple
-of the canonical one.
+Memory: about 220 bytes, 8 a block, and 4 a token where the engine's block is no multiple of the canonical one.
 """
 
 from __future__ import annotations
@@ -96,8 +95,6 @@ class Run:
         (first, *more) = left
         self.copies = left if more or left[first] > 1 else _ONE.get(first, left)
 
-    # --- links ---------------------------------------------------------------------------------------------
-
     def link(self, parent: Run) -> None:
         """Become a kid of `parent`. An only kid is held without a dict, which saves 180 bytes a run of a chain."""
         self.parent, self.wants = parent, None
@@ -127,8 +124,6 @@ class Run:
             yield self.kids
         elif self.kids is not None:
             yield from self.kids.values()
-
-    # --- cutting and joining -------------------------------------------------------------------------------
 
     def trim(self, at: int) -> tuple[bytearray | None, tuple[ContentSpan, ...]]:
         """Drop the tokens and items of the blocks from block `at` on, not their handles; return both."""

@@ -52,16 +52,13 @@ class Stores:
             group.window.tell(event.parent, event.handles, len(event.tokens))
         elif self.hits is not None:
             self.hits.tell(handles)
-        if data is None or group.reblocker is None:
-            group.forget_lost(handles)
-            self._store_untold(group, handles, event.tier, data is None)
-            return
-        run, root = Run(handles, self._live.epoch), self._root(group, event)
-        if root is not None and group.enter(run):
-            self._store_new(group, event, run, data, root)
-            return
+        if data is not None and group.reblocker is not None:
+            run, root = Run(handles, self._live.epoch), self._root(group, event)
+            if root is not None and group.enter(run):
+                self._store_new(group, event, run, data, root)
+                return
         group.forget_lost(handles)
-        self._store_mixed(group, event, handles, data, self._root(group, event))
+        self._store_pieces(group, event, handles, data)
 
     def report(self, event: BlocksStored) -> None:
         """Confirm the held blocks of a report and store the others. Amortised O(its blocks).
@@ -88,8 +85,6 @@ class Stores:
                     self._counts.confirmed += j - i
                 group.heal(run)
 
-    # --- parts ---------------------------------------------------------------------------------------------
-
     def _content(self, event: BlocksStored) -> bytes | None:
         """The event's packed tokens, or None when its blocks cannot be mapped to tokens (rule 2)."""
         if not event.mappable or event.block_size <= 0 or not event.handles:
@@ -110,19 +105,6 @@ class Stores:
         parent = group.runs.get(event.parent)
         return parent.root if parent is not None else None
 
-    def _store_untold(self, group: Group, handles: list[Handle], tier: str, hash_only: bool) -> None:
-        """Count blocks whose tokens were not told (`hash_only`), or are of no use in their group."""
-        for i, j, known in group.stretches(handles):
-            run = known or Run(handles[i:j], self._live.epoch)
-            if hash_only and not run.known:
-                self._counts.hash_only += j - i
-            self._live.hold(group, run, tier)
-            if known is None:
-                group.runs.update(dict.fromkeys(run.handles, run))
-                group.adopt(handles[i:j])
-            else:
-                group.heal(run)
-
     def _store_new(self, group: Group, event: BlocksStored, run: Run, data: bytes, root: int) -> None:
         """The usual case: the path is known, and `run` has entered its group, so that every handle is new."""
         assert group.reblocker is not None
@@ -137,23 +119,23 @@ class Stores:
             group.join(parent, run)
         group.adopt(handles)
 
-    def _store_mixed(
-        self, group: Group, event: BlocksStored, handles: list[Handle], data: bytes, root: int | None
-    ) -> None:
-        """Some handles are known or named twice, or the path is not known: go piece by piece."""
-        assert group.reblocker is not None
+    def _store_pieces(self, group: Group, event: BlocksStored, handles: list[Handle], data: bytes | None) -> None:
+        """Some handles are known or named twice, or the path or the tokens are not known: go piece by piece."""
+        root = self._root(group, event) if data is not None and group.reblocker is not None else None
         learnt: list[Handle] = []
         for i, j, known in group.stretches(handles):
             run = known or Run(handles[i:j], self._live.epoch)
-            if not run.known:
+            if known is None:
+                group.runs.update(dict.fromkeys(run.handles, run))
+            if data is None and not run.known:
+                self._counts.hash_only += j - i
+            elif data is not None and group.reblocker is not None and not run.known:
                 first, last = i * event.block_size, j * event.block_size
                 items = items_within(event.contents, first, last)
                 run.fill(event.block_size, data[first * TOKEN_BYTES : last * TOKEN_BYTES], items)
                 learnt.append(handles[i])
                 if root is None:
                     self._counts.orphans += j - i
-                if known is None:
-                    group.runs.update(dict.fromkeys(run.handles, run))
                 wanted = handles[i - 1] if i else event.parent
                 if wanted is not None:
                     group.place_below(run, wanted)
@@ -165,7 +147,7 @@ class Stores:
         for handle in learnt:
             run = group.runs[handle]
             above = run.parent.root if run.parent is not None else root
-            if above is not None and run.wants is None:
+            if above is not None and run.wants is None and group.reblocker is not None:
                 group.reblocker.resolve(run, above)
 
 

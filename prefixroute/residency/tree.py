@@ -264,7 +264,8 @@ class RadixTree(Published):
             data = b"".join([block[:size] for block in blocks])
         leaf.data += data
         leaf.keys += array("Q", fresh)
-        leaf.level()
+        for count in leaf.counts.values():
+            count.extend([0] * made)
         if leaf is not edge:
             edge.children[blocks[0]] = leaf
         if tier is not None:

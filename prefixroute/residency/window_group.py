@@ -53,7 +53,8 @@ class WindowGroup:
         self._grow = int(self.alone)
         """What a block adds to the unbroken number of the one above; 0 if a hit needs all up to the root."""
         self._unbroken: dict[Handle, int] = {}
-        self._before: dict[Handle, Handle | None] = {}
+        self.before: dict[Handle, Handle | None] = {}
+        """Held block -> the one right above; None at the root, or if that is not known."""
         self._after: dict[Handle, set[Handle]] = {}
         self.links: dict[Handle, Handle | None] = {}
         """Block smaller than full attention's -> the one above, `NOWHERE` if stores did not tell which."""
@@ -71,15 +72,9 @@ class WindowGroup:
         """Whether a hit may end with this block. O(1)."""
         return self._unbroken.get(handle) == self._need
 
-    def before(self, handle: Handle) -> Handle | None:
-        """Return the block right above a held one; None at the root, or if that is not known."""
-        return self._before.get(handle)
-
     def after(self, handle: Handle) -> Iterator[Handle]:
         """Yield the held blocks right below one."""
         yield from self._after.get(handle, ())
-
-    # --- writing -------------------------------------------------------------------------------------------
 
     def size(self, tokens: int, block_size: int, held: Iterable[Handle]) -> None:
         """Take the sizes of the window and of a block, in tokens, 0 for one that is not told.
@@ -148,7 +143,7 @@ class WindowGroup:
         """Forget all blocks. O(blocks)."""
         self.changed.update(dict.fromkeys(self._unbroken))
         self._unbroken.clear()
-        self._before.clear()
+        self.before.clear()
         self._after.clear()
         self.links.clear()
         self._stores.clear()
@@ -156,7 +151,7 @@ class WindowGroup:
 
     def hold(self, handle: Handle, before: Handle | None) -> None:
         """Add a block and the one above it, None at the root. Amortised O(blocks that a hit needs)."""
-        self._before[handle] = before
+        self.before[handle] = before
         if before is not None:
             self._after.setdefault(before, set()).add(handle)
         self._unbroken[handle] = self._below(before)
@@ -165,7 +160,7 @@ class WindowGroup:
 
     def drop(self, handle: Handle) -> None:
         """Remove a held block. O(blocks that a hit needs)."""
-        before = self._before.pop(handle)
+        before = self.before.pop(handle)
         if before is not None:
             after = self._after[before]
             after.remove(handle)
@@ -194,13 +189,13 @@ class WindowGroup:
 
     def _check(self) -> None:
         """Assert every invariant. O(blocks)."""
-        assert self._unbroken.keys() == self._before.keys()
+        assert self._unbroken.keys() == self.before.keys()
         assert not self.unplaced & self._unbroken.keys()
-        links = {(before, handle) for handle, before in self._before.items() if before is not None}
+        links = {(before, handle) for handle, before in self.before.items() if before is not None}
         assert links == {(before, handle) for before, after in self._after.items() for handle in after}
         assert all(self._after.values())
         for handle, unbroken in self._unbroken.items():
-            assert unbroken == self._below(self._before[handle]) or self._circles(handle)
+            assert unbroken == self._below(self.before[handle]) or self._circles(handle)
 
     def _circles(self, handle: Handle) -> bool:
         """Whether the path above a block is told to lead back to itself, which real hashes never do."""
@@ -208,5 +203,5 @@ class WindowGroup:
         at: Handle | None = handle
         while at is not None and at not in seen:
             seen.add(at)
-            at = self._before.get(at)
+            at = self.before.get(at)
         return at is not None
