@@ -132,8 +132,8 @@ class StreamCounts:
     """What a stream has brought so far, in blocks unless the name says otherwise.
 
     `batches`, `events`, `clears`, `unknown_events`, `gaps` and `restarts` count those. `unknown_removals` were not
-    held; `hash_only` had no usable tokens; `orphans` came before their parent; `confirmed` were doubtful or not known when
-    reported. `inflated` counts how often more copies were live than the engine has blocks: removals were lost.
+    held; `hash_only` had no usable tokens; `orphans` came before their parent; `confirmed` were doubtful or not known
+    when reported. `inflated` counts how often more copies were live than the engine has blocks: removals were lost.
     """
 
     batches: int = 0

@@ -243,9 +243,11 @@ class Residency:
 
     def _check_inflation(self) -> None:
         """More live copies than the engine has blocks: removals were lost, or a full report was taken for stores."""
-        # A copy takes one of the engine's blocks, whatever its group; the smallest size never finds too many.
-        block = min((group.block_size for group in self._groups.values() if group.block_size), default=0)
-        inflated = 0 < self.capacity_tokens < self._live.gpu_copies * block
+        inflated = False
+        if self.capacity_tokens:
+            # A copy takes one of the engine's blocks, whatever its group; the smallest size never finds too many.
+            block = min((group.block_size for group in self._groups.values() if group.block_size), default=0)
+            inflated = self._live.gpu_copies * block > self.capacity_tokens
         if inflated and not self._inflated:
             self.counts.inflated += 1
             self._doubt()
