@@ -290,8 +290,9 @@ class ChainCursor:
     def __init__(self, spec: ChainSpec, boundary_key: int, depth: int = 0, blocks: bytes = b"") -> None:
         self.spec = spec
         self.depth = depth
-        self._state: Any = xxh3_64(blocks, seed=boundary_key ^ spec.mix)
-        self.key = self._state.intdigest() if blocks else boundary_key
+        state = xxh3_64(blocks, seed=boundary_key ^ spec.mix) if blocks else None
+        self._state: Any = state
+        self.key = state.intdigest() if state is not None else boundary_key
 
     def push(self, block: bytes) -> int:
         """Append one block (its tokens, then its items' digests) and return the key at the new depth."""

@@ -12,14 +12,12 @@ Rules:
 
 from __future__ import annotations
 
-from typing import Final
-
 from .chain import STRIDE
 
-_MARK: Final = 0x9E3779B97F4A7C15
+_MARK = 0x9E3779B97F4A7C15
 """Any pattern with bits set all over: a marked key must not look like the key of a path."""
 
-ENDS_ONLY: Final = 0xC2B2AE3D27D4EB4F
+ENDS_ONLY = 0xC2B2AE3D27D4EB4F
 """A 64-bit key that no path is expected to have."""
 
 

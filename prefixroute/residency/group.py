@@ -142,8 +142,6 @@ class Group:
                 self.runs.pop(handle, None)
         return False
 
-    # --- places --------------------------------------------------------------------------------------------
-
     def place_below(self, run: Run, wanted: Handle) -> None:
         """Link a run to its parent, or let it wait; one that names itself stays unresolved (Dynamo #6569)."""
         parent = self.runs.get(wanted)
@@ -218,22 +216,17 @@ class Group:
         while i < len(handles):
             run = self.runs.get(handles[i])
             if run is None:
-                j = self._new_until(handles, i)
+                # New are all up to one that is a run's or was named before.
+                j, seen = i, set[Handle]()
+                while j < len(handles) and handles[j] not in self.runs and handles[j] not in seen:
+                    seen.add(handles[j])
+                    j += 1
                 yield i, j, None
             else:
                 lower, upper = self.stretch(run, handles, i, back=False)
                 j = i + upper - lower
                 yield i, j, self.piece(run, lower, upper)
             i = j
-
-    def _new_until(self, handles: list[Handle], i: int) -> int:
-        """Where the handles from `i` on cease to be new: the next one is a run's, or was named before."""
-        seen: set[Handle] = set()
-        for at in range(i, len(handles)):
-            if handles[at] in self.runs or handles[at] in seen:
-                return at
-            seen.add(handles[at])
-        return len(handles)
 
     def _check(self) -> None:
         """Assert every invariant of the runs. O(blocks)."""

@@ -21,7 +21,6 @@ Blocks of 16 that make no run, because they came children first or all are forks
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 from ..events import (
     CPU,
@@ -132,18 +131,22 @@ class Residency:
         """Apply a batch as a whole, in order, at `now` in seconds. Amortised O(its blocks)."""
         self.counts.batches += 1
         self._idle.tick(now, batch.ts)
-        for removal, events in groupby(batch.events, _removal):
-            if removal is None:
-                for event in events:
-                    self._apply(event)
-                continue
-            # vLLM tells of each removed block in an event of its own: neighbours are applied as one.
-            handles: list[Handle] = []
-            for event in events:
-                assert isinstance(event, BlocksRemoved)
+        removal: BlocksRemoved | None = None
+        handles: list[Handle] = []
+        for event in batch.events:
+            same = isinstance(event, BlocksRemoved) and removal is not None and _alike(removal, event)
+            if removal is not None and not same:
+                self._remove(removal, handles)
+                removal, handles = None, []
+            if isinstance(event, BlocksRemoved):
+                # vLLM tells of each removed block in an event of its own: neighbours are applied as one.
                 self.counts.events += event.told
+                removal = event
                 handles += event.handles
-            self._remove(*removal, handles)
+            else:
+                self._apply(event)
+        if removal is not None:
+            self._remove(removal, handles)
         self._idle.collect()
         self._published.collect()
         self._check_inflation()
@@ -182,9 +185,9 @@ class Residency:
         elif isinstance(event, UnknownEvent):
             counts.unknown_events += 1
 
-    def _remove(self, tier: str, number: int, last_copy: bool, handles: list[Handle]) -> None:
-        """Drop one copy of each of the handles from a tier of a group, or all copies there if it was the last one."""
-        group = self._groups.get(number)
+    def _remove(self, event: BlocksRemoved, handles: list[Handle]) -> None:
+        """Drop a copy of each of the handles, from the tier and group of `event`."""
+        group, tier = self._groups.get(event.group), event.tier
         i = 0
         while i < len(handles):
             run = group.runs.get(handles[i]) if group is not None else None
@@ -196,7 +199,7 @@ class Residency:
             i += upper - lower
             self.counts.removed += upper - lower
             held = run.copies[tier]
-            gone = held if last_copy else 1
+            gone = held if event.last_copy else 1
             if tier == GPU:
                 self._live.gpu_copies -= gone * (upper - lower)
             if held > gone:
@@ -296,6 +299,6 @@ class Residency:
         assert self._published is (self._stores.hits or self._held)
 
 
-def _removal(event: EngineEvent) -> tuple[str, int, bool] | None:
-    """The tier, the group and `last_copy` of a removal, None of another event."""
-    return (event.tier, event.group, event.last_copy) if isinstance(event, BlocksRemoved) else None
+def _alike(one: BlocksRemoved, other: BlocksRemoved) -> bool:
+    """Whether two removals differ in their handles alone."""
+    return (one.tier, one.group, one.last_copy) == (other.tier, other.group, other.last_copy)

@@ -269,7 +269,12 @@ class RadixTree(Published):
         if leaf is not edge:
             edge.children[blocks[0]] = leaf
         if tier is not None:
-            self._count(leaf, start, start + made, tier, 1)
+            counts = leaf.counts.get(tier)
+            if counts is None:
+                counts = leaf.counts[tier] = array("I", bytes(4 * (start + made)))
+            counts[start:] = array("I", [1]) * made
+            if leaf.reach == start and tier in self._credited and leaf.reachable():
+                self._advance(leaf)
         elif made < wanted:
             self._prune(leaf)
             return
@@ -338,8 +343,6 @@ class RadixTree(Published):
             start = max(start, 0)
             depths = range(edge.depth + start + 1, edge.depth + stop + 1)
             self._touched.update(zip(edge.keys[start:stop], depths, strict=True))
-
-    # --- shape ---------------------------------------------------------------------------------------------
 
     def _split(self, edge: Edge, at: int) -> Edge:
         """Cut the edge before block `at`, 0 < at < len; return the upper edge, which ends with block `at` - 1."""
