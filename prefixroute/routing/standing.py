@@ -17,6 +17,7 @@ Rules:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import exp, inf
 
@@ -36,7 +37,7 @@ DEFAULT_RTT_S = 0.001
 """Network round trip to a peer until it is measured."""
 
 
-class Standing:
+class Standing(ABC):
     """What both kinds of endpoint have. Made as one of them, and kept ready for `weigh` by `refresh`."""
 
     def __init__(self, copy: Copy, local: bool, bit: int) -> None:
@@ -76,13 +77,13 @@ class Standing:
         """Requests that wait there, by its report."""
         self._room_tokens = self._eviction_age_s = inf
 
+    @abstractmethod
     def refresh(self, now: float) -> None:
         """Bring all that a decision reads up to date. O(1)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wait_s(self, now: float) -> float:
         """Return the seconds that a prompt can be expected to wait there before its prefill begins."""
-        raise NotImplementedError
 
     def arrivals_per_s(self, now: float) -> float:
         """Return the requests a second that come to the endpoint: what its owner tells."""
