@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import socket
 import stat
@@ -26,7 +25,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from prefixroute_streams.source import LONG_PROMPT_TOKENS, SILENT_AFTER, Engine, EventSource, FollowerStats
+from prefixroute_streams.silence import SILENT_AFTER, Silence
+from prefixroute_streams.source import Engine, EventSource, FollowerStats
 
 from prefixroute.errors import DecodeError, UsageError
 from prefixroute.events import EngineBatch, EngineEvent, StreamGap, StreamRestarted, UnknownEvent
@@ -72,7 +72,7 @@ class TapFollower:
         self._rank = source.rank
         self._on_batch = on_batch
         self._engine = engine
-        self._silent_after = silent_after
+        self._silence = Silence(silent_after)
         self._pause_s = pause_s
         self._clock = clock
         self._running = False
@@ -86,8 +86,6 @@ class TapFollower:
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._gaps = self._missing = self._restarts = self._resyncs = 0
         self._decode_errors: dict[str, int] = {}
-        self._last_message_at = -math.inf
-        self._long_requests = 0
 
     def stats(self) -> FollowerStats:
         """Counters and health, at any time, running or not.
@@ -107,9 +105,12 @@ class TapFollower:
             resyncs=self._resyncs,
             connected=self._welcomed,
             last_seq=self._next_seq - 1 if self._next_seq else None,
-            last_message_at=self._last_message_at,
+            last_message_at=self._silence.last_message_at,
             replaying=self._welcomed and self._next_seq < self._replay_end,
-            silent=self._last_message_at == -math.inf and self._long_requests >= self._silent_after,
+            silent=self._silence.silent,
+            foreign_topics={},
+            publishers=int(self._welcomed),
+            mixed=0,
         )
 
     def resync(self) -> None:
@@ -118,10 +119,9 @@ class TapFollower:
         if self._connection is not None:
             _end(self._connection)
 
-    def note_finished(self, prompt_tokens: int) -> None:
-        """Take note that the engine finished a request; long ones without any event make the stream silent."""
-        if prompt_tokens >= LONG_PROMPT_TOKENS:
-            self._long_requests += 1
+    def note_finished(self, prompt_tokens: int, cached_tokens: int = 0) -> None:
+        """Take note of a prompt that the engine has answered; long uncached ones without an event mean silence."""
+        self._silence.finished(prompt_tokens, cached_tokens)
 
     async def run(self) -> None:
         """Follow the tap until cancelled, whether it is there yet or not.
@@ -234,7 +234,7 @@ class TapFollower:
 
     def _take_batch(self, frame: Batch) -> None:
         self._counts["messages"] += 1
-        self._last_message_at = self._clock()
+        self._silence.heard(self._clock())
         if frame.seq < self._next_seq:
             self._counts["duplicates"] += 1
             return

@@ -128,7 +128,9 @@ class Exchange:
 
     def _note_status(self, target: str, status: int) -> None:
         if target in self._site.endpoints:
-            self._site.engine.answered(target, status, self._decision.prompt_tokens)
+            weighed = self._decision.candidate(target)
+            cached = weighed.matched_tokens if weighed else 0
+            self._site.engine.answered(target, status, self._decision.prompt_tokens, cached)
 
     async def _send(self, target: str) -> IncomingReply:
         if target in self._site.endpoints:

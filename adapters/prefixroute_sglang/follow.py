@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import zmq
 import zmq.asyncio
 from prefixroute_streams import EventSource
+from prefixroute_streams.topics import matches
 from prefixroute_zmq.address import live_address
 from prefixroute_zmq.follow import StreamFollower, attach, open_socket
 
@@ -35,11 +36,15 @@ class Follower(StreamFollower):
 
 
 class LoadFollowerStats(NamedTuple):
-    """What a load socket has brought; `decode_errors` counts by kind. The engine says something once a second."""
+    """What a load socket has brought; `decode_errors` counts by kind, `foreign` what came under another topic.
+
+    The engine says something once a second.
+    """
 
     messages: int
     decode_errors: dict[str, int]
     last_message_at: float
+    foreign: int = 0
 
 
 class LoadFollower:
@@ -56,20 +61,20 @@ class LoadFollower:
         context: zmq.asyncio.Context | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._topic = source.topic
+        self._topic = source.topic.encode()
         self._address = live_address(source.endpoint, source.host, ENGINE.binding_hosts, source.bind)
         self._on_report = on_report
         self._context = context
         self._clock = clock
         self._reporter = Reporter()
         self._running = False
-        self._messages = 0
+        self._messages = self._foreign = 0
         self._decode_errors: dict[str, int] = {}
         self._last_message_at = -math.inf
 
     def stats(self) -> LoadFollowerStats:
         """Counters, at any time, running or not."""
-        return LoadFollowerStats(self._messages, dict(self._decode_errors), self._last_message_at)
+        return LoadFollowerStats(self._messages, dict(self._decode_errors), self._last_message_at, self._foreign)
 
     async def run(self) -> None:
         """Listen until cancelled. Raises `UsageError` when the endpoint cannot be used."""
@@ -91,6 +96,9 @@ class LoadFollower:
 
     def _take(self, frames: list[bytes]) -> None:
         self._messages += 1
+        if not matches(self._topic, frames[0] if len(frames) > 1 else b""):
+            self._foreign += 1
+            return
         self._last_message_at = self._clock()
         try:
             stat = decode_load(frames[-1])

@@ -23,6 +23,9 @@ from prefixroute.load import LoadReport
 MIN_RATE_TOKENS: Final = 1024
 """Uncached tokens between two readings of the totals that give a rate."""
 
+MOST_TOKENS_PER_S: Final = 1e9
+"""A rate above this is no rate: totals that a hostile or broken engine made up. A rack prefills some 1e6."""
+
 _MOST: Final = 1 << 62
 _STABLE: Final = 6  # the tag, and the five fields that every version has
 _plain: Final = msgspec.msgpack.Decoder().decode
@@ -79,7 +82,8 @@ class PrefillRate:
             self._tokens, self._busy_us, self._rate = 0, 0, 0.0
         done, took_us = tokens - self._tokens, busy_us - self._busy_us
         if done >= MIN_RATE_TOKENS and took_us > 0:
-            self._rate = done / took_us * 1e6
+            rate = done / took_us * 1e6
+            self._rate = rate if rate <= MOST_TOKENS_PER_S else 0.0
             self._tokens, self._busy_us = tokens, busy_us
         return self._rate
 

@@ -7,6 +7,9 @@ sockets with it is in `prefixroute_zmq`, how to follow a tap in `prefixroute_inp
 | file | is |
 |---|---|
 | `source.py` | `Engine`, `EventSource`, `FollowerStats`: one rank's stream, and what came of it |
+| `topics.py` | which messages of a socket are this stream's |
+| `silence.py` | whether something should have come by now |
+| `trouble.py` | what is wrong with a stream, in words |
 | `sequence.py` | `Sequencer`: messages and replay answers into batches in the engine's order; gaps and restarts |
 | `batch.py` | one published batch, as bytes or objects, into events, where one bad event costs itself alone |
 | `fields.py` | the fields of vLLM's and SGLang's events, read with suspicion |

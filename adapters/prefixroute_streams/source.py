@@ -8,7 +8,8 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from prefixroute.events import EngineBatch
@@ -20,12 +21,6 @@ MAX_PAYLOAD_BYTES: Final = 32 << 20
 
 DEFAULT_ENDPOINT: Final = "tcp://*:5557"
 """The default event endpoint of vLLM and SGLang."""
-
-LONG_PROMPT_TOKENS: Final = 1024
-"""A prompt of this length fills a block of any engine, so the first such request must bring an event."""
-
-SILENT_AFTER: Final = 8
-"""Long requests without a first event after which a stream counts as silent (dynamo#11984, smg#1652)."""
 
 
 class Engine(NamedTuple):
@@ -62,9 +57,10 @@ class FollowerStats(NamedTuple):
     """What one stream has brought since the follower was made.
 
     `decode_errors` counts undecodable messages by kind, `unknown_events` the events of readable ones that could not
-    be used, `foreign` the messages of another rank on the same socket, which are dropped. `connected` is whether a
-    publisher is at the other end now. `silent` is True when long requests finished and no message has ever come: the
-    engine does not publish, or both sides connect.
+    be used, `foreign` the messages of another rank on the same socket and `foreign_topics` those of another topic, by
+    topic; they are dropped. `connected` is whether a publisher is at the other end now, `publishers` how many are, and
+    `mixed` the restarts seen while there were several: two engines under one topic, which nothing tells apart. `silent`
+    is True when long prompts were served and no message has come since the last one (`silence`).
     """
 
     messages: int
@@ -87,3 +83,6 @@ class FollowerStats(NamedTuple):
     silent: bool
     resyncs: int = 0
     connected: bool = True
+    foreign_topics: Mapping[str, int] = MappingProxyType({})
+    publishers: int = 1
+    mixed: int = 0

@@ -5,7 +5,9 @@ Rules:
 2. Frames are counted from the end: the payload is last, the sequence number before it. Replay answers have a topic
    frame from vLLM 0.26 and SGLang 0.5.22 on, and none before.
 3. Each replay has a socket of its own, so an answer that comes late cannot be taken for one of the next replay.
-4. The engine must never wait for us: sockets hold much and linger never, and nothing here blocks.
+4. Messages of another topic or rank are another engine's (`topics`): counted, and never applied. A socket that several
+   engines connect to is one stream only by its topic; under one topic their numbers get mixed, which is counted too.
+5. The engine must never wait for us: sockets hold much and linger never, and nothing here blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from typing import ClassVar, Final, TypeAlias
 import zmq
 import zmq.asyncio
 from prefixroute_streams.sequence import REPLAY_TIMEOUT_S, Action, ReplayRequest, Sequencer
-from prefixroute_streams.source import LONG_PROMPT_TOKENS, SILENT_AFTER, Engine, EventSource, FollowerStats
+from prefixroute_streams.silence import SILENT_AFTER, Silence
+from prefixroute_streams.source import Engine, EventSource, FollowerStats
+from prefixroute_streams.topics import TopicFilter
 from zmq.utils.monitor import parse_monitor_message
 
 from prefixroute.errors import DecodeError, UsageError
@@ -65,13 +69,12 @@ class StreamFollower:
         )
         self._context = context
         self._clock = clock
-        self._silent_after = silent_after
+        self._silence = Silence(silent_after)
+        self._topics = TopicFilter(source.topic)
         self._rank: int | None = None
         self._counts = dict.fromkeys(("messages", "replayed", "batches", "unknown_events", "foreign", "connections"), 0)
         self._decode_errors: dict[str, int] = {}
-        self._last_message_at = -math.inf
-        self._long_requests = 0
-        self._publishers = 0
+        self._publishers = self._mixed = 0
         self._resync_wanted = False
         self._sockets: _Sockets | None = None
 
@@ -84,15 +87,17 @@ class StreamFollower:
             **order._asdict(),
             connected=self._publishers > 0,
             last_seq=self._sequencer.last_seq,
-            last_message_at=self._last_message_at,
+            last_message_at=self._silence.last_message_at,
             replaying=self._sequencer.pending is not None,
-            silent=self._last_message_at == -math.inf and self._long_requests >= self._silent_after,
+            silent=self._silence.silent,
+            foreign_topics=dict(self._topics.foreign),
+            publishers=self._publishers,
+            mixed=self._mixed,
         )
 
-    def note_finished(self, prompt_tokens: int) -> None:
-        """Take note that the engine finished a request; long ones without any event make the stream silent."""
-        if prompt_tokens >= LONG_PROMPT_TOKENS:
-            self._long_requests += 1
+    def note_finished(self, prompt_tokens: int, cached_tokens: int = 0) -> None:
+        """Take note of a prompt that the engine has answered; long uncached ones without an event mean silence."""
+        self._silence.finished(prompt_tokens, cached_tokens)
 
     def resync(self) -> None:
         """Begin anew from what the engine still keeps, when the messages at hand are applied; call it from `on_batch`.
@@ -128,10 +133,7 @@ class StreamFollower:
         live = await receive_some(sockets.live)
         # A connection is reported before its first message can be read, so this order misses none.
         told = [parse_monitor_message(frames)["event"] for frames in await receive_some(sockets.monitor)]
-        connections = told.count(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._publishers = max(0, self._publishers + connections - told.count(zmq.EVENT_DISCONNECTED))
-        if connections:
-            self._counts["connections"] += connections
+        if self._count_publishers(told):
             self._dispatch(self._sequencer.connected(self._clock()))
         for frames in live:
             self._take_live(frames)
@@ -145,19 +147,35 @@ class StreamFollower:
             self._dispatch(self._sequencer.resync(self._clock()))
         await asyncio.sleep(0)
 
+    def _count_publishers(self, told: list[int]) -> bool:
+        """Count who came and went, by the monitor; return whether anybody came."""
+        came = 0
+        for event in told:
+            if event == zmq.EVENT_DISCONNECTED:
+                self._publishers = max(0, self._publishers - 1)
+                continue
+            if not self._publishers:
+                self._topics.forget()
+            self._publishers += 1
+            came += 1
+        self._counts["connections"] += came
+        return came > 0
+
     def _take_live(self, frames: list[bytes]) -> None:
         self._counts["messages"] += 1
-        self._last_message_at = self._clock()
         seq = self._seq(frames)
-        if seq is None:
+        if seq is None or not self._topics.admits(frames[0] if len(frames) > 2 else b""):
             return
+        self._silence.heard(self._clock())
         batch = self._decode(frames[-1])
         if batch is not None and batch.rank != self._rank:
             if self._rank is not None:
                 self._counts["foreign"] += 1
                 return
             self._rank = batch.rank
+        restarts = self._sequencer.stats.restarts
         self._dispatch(self._sequencer.receive_live(int.from_bytes(seq, "big"), batch, self._clock()))
+        self._mixed += self._publishers > 1 and self._sequencer.stats.restarts != restarts
 
     def _take_replayed(self, request: ReplayRequest, frames: list[bytes]) -> None:
         seq = self._seq(frames)
@@ -166,8 +184,10 @@ class StreamFollower:
         if seq == _END_SEQ:
             self._dispatch(self._sequencer.receive_replay_end(request, self._clock()))
             return
+        if len(frames) >= 4 and not self._topics.admits(frames[-3]):
+            return
         self._counts["replayed"] += 1
-        self._last_message_at = self._clock()
+        self._silence.heard(self._clock())
         number = int.from_bytes(seq, "big")
         self._dispatch(self._sequencer.receive_replayed(request, number, self._decode(frames[-1]), self._clock()))
 

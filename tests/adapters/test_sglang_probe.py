@@ -91,6 +91,7 @@ def test_the_rate_is_that_between_readings_that_are_far_enough_apart() -> None:
     assert rate.note(9000, 2 * 10**6) == 4000  # no time has passed in which that could be
     assert rate.note(500, 10**6) == 0  # a new life
     assert rate.note(4000, 8 * 10**6) == 500
+    assert rate.note(2**62, 8 * 10**6 + 1) == 0, "no engine is as fast as these totals say"
 
 
 def test_each_rank_has_a_rate_of_its_own() -> None:

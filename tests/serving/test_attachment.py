@@ -48,7 +48,7 @@ class Quiet:
 
     def __init__(self, source: EventSource, on_batch: Callable[..., None]) -> None:
         self.source, self.say, self.finished, self.resyncs = source, on_batch, 0, 0
-        self.connected, self.runs = True, False
+        self.connected, self.runs, self.silent = True, False, False
         self.made.append(self)
 
     async def run(self) -> None:
@@ -63,10 +63,13 @@ class Quiet:
     def stats(self) -> Quiet:
         return self
 
+    def _asdict(self) -> dict[str, Any]:
+        return {"silent": self.silent}
+
     def resync(self) -> None:
         self.resyncs += 1
 
-    def note_finished(self, prompt_tokens: int) -> None:
+    def note_finished(self, prompt_tokens: int, cached_tokens: int) -> None:
         self.finished += 1
 
 
@@ -159,6 +162,26 @@ def test_endpoints_are_the_ranks_that_the_engine_tells(monkeypatch: pytest.Monke
         assert desk.node.residency("n/2").canonical_blocks == 0
         desk.engine.answered("n/3", 200, 9)
         assert [follower.finished for follower in desk.events.made] == [0, 1]
+
+    desk.run(test)
+
+
+def test_a_stream_in_trouble_is_complained_about_once_until_it_is_well_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk = Desk(monkeypatch, [source(0)])
+
+    async def looked_at_again(reads: int) -> None:
+        await until(lambda: desk.reads > reads + 5)
+
+    async def test() -> None:
+        await until(lambda: len(desk.events.made) == 1)
+        for times in (1, 2):
+            desk.events.made[0].silent = True
+            await looked_at_again(desk.reads)
+            assert caplog.text.count("n/0: the engine has served many long prompts") == times
+            desk.events.made[0].silent = False
+            await looked_at_again(desk.reads)
 
     desk.run(test)
 

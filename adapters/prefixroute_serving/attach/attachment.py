@@ -27,6 +27,7 @@ import httpx
 import msgspec
 from prefixroute_streams import EventSource
 from prefixroute_streams.engine_http import REFUSAL, REFUSING_FOR_S, TIMEOUT_S
+from prefixroute_streams.trouble import troubles
 from prefixroute_zmq.address import live_address
 
 from prefixroute import LoadReport, Node
@@ -78,6 +79,8 @@ class Attachment:
         self._up = self._was_up = False
         self._ask_now = asyncio.Event()
         self._silent = False
+        self._complaints: set[tuple[str, str]] = set()
+        """The troubles of streams that the log has told: endpoint and kind."""
         self._add(0, now)
 
     def connect(self, client: httpx.AsyncClient, driver: Driver) -> None:
@@ -98,14 +101,17 @@ class Attachment:
             return headers, body
         return self._kind.aim(headers, body, self.endpoints[target])
 
-    def answered(self, target: str, status: int, prompt_tokens: int) -> None:
-        """Take note of how the rank of `target` answered: 503 counts as a refusal for a while, others end that."""
+    def answered(self, target: str, status: int, prompt_tokens: int, cached_tokens: int = 0) -> None:
+        """Take note of how the rank of `target` answered: 503 counts as a refusal for a while, others end that.
+
+        `cached_tokens` are those that were held to be cached there: the rest must bring events.
+        """
         if status == _REFUSED:
             self._refused_until[target] = self._driver.now() + REFUSING_FOR_S
         elif status < _SERVER_ERROR:
             self._refused_until.pop(target, None)
         if status == httpx.codes.OK and target in self._followers:
-            self._followers[target].note_finished(prompt_tokens)
+            self._followers[target].note_finished(prompt_tokens, cached_tokens)
 
     def doubt(self) -> None:
         """An attempt at the engine broke: look at once whether it is still there."""
@@ -233,6 +239,18 @@ class Attachment:
             self._resynced_at[endpoint] = now
             self._followers[endpoint].resync()
 
+    def _complain(self) -> None:
+        """Log what is wrong with a stream, once for as long as it is."""
+        complaints = {
+            (endpoint, trouble.kind): trouble
+            for endpoint, follower in self._followers.items()
+            for trouble in troubles(follower.stats()._asdict())
+        }
+        for (endpoint, kind), trouble in complaints.items():
+            if (endpoint, kind) not in self._complaints:
+                log.warning("%s: %s; %s", endpoint, trouble.what, trouble.change)
+        self._complaints = set(complaints)
+
     # --- load ----------------------------------------------------------------------------------------------
 
     async def _ask_load(self) -> None:
@@ -255,6 +273,7 @@ class Attachment:
                 loads = dict.fromkeys(self.endpoints.values(), LoadReport(refusing=True, reason=GONE))
             for rank, load in (loads or {}).items():
                 self._take_load(rank, load)
+            self._complain()
             well = loads and not any(load.refusing for load in loads.values())
             pause = self.config.load_probe_s if well else min(self.config.load_probe_s, TROUBLED_PROBE_S)
             # Not wait_for: before Python 3.12 it may swallow a cancellation that comes with the call.

@@ -17,6 +17,8 @@ from prefixroute_inproc import is_tap
 from prefixroute_sglang import discovery as sglang
 from prefixroute_streams import EventSource
 from prefixroute_streams.engine_http import parse_samples
+from prefixroute_streams.topics import matches
+from prefixroute_streams.trouble import troubles
 from prefixroute_vllm import discovery as vllm
 from prefixroute_zmq.address import Address, live_address, sources_of_ranks
 
@@ -170,12 +172,17 @@ def _check_stream(
         found.append(_unconnected(node, config, source, told))
     else:
         found.append(Finding(OK, node, "events", f"{where}: connected, {stream.get('batches', 0)} batches"))
-    if told is not None and not told.topic.startswith(source.topic):
+    if told is not None and not matches(source.topic.encode(), told.topic.encode()):
         what = f"{where}: the sidecar wants topic {source.topic!r}, the engine publishes under {told.topic!r}"
         found.append(fault(node, "events", what, "make engine.topic what the engine's --kv-events-config says"))
     if stream.get("decode_errors"):
         what = f"{where}: messages that cannot be read: {stream['decode_errors']}"
         found.append(fault(node, "events", what, "upgrade prefixroute, or correct engine.kind"))
+    for trouble in troubles(stream):
+        what = f"{where}: {trouble.what}"
+        found.append(
+            Finding(WARNING, node, "events", what) if trouble.harmless else fault(node, "events", what, trouble.change)
+        )
     return found if is_tap(source.endpoint) else [*found, _check_replay(node, config, source, told, stream)]
 
 
