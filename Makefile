@@ -33,7 +33,7 @@ demo: $(VENV)/.demo             ## four emulated nodes, unrouted then routed, on
 	$(BIN)/prefixroute demo $(ARGS)
 
 test: $(VENV)/.dev              ## the test suite, a process for each core, and the core's line coverage (95 % at least)
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --cov --cov-report= $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --cov --cov-report= $(ARGS)
 	$(BIN)/python tests/house/core_coverage.py 95
 
 test-browser: $(VENV)/.dev      ## the analyser's page in a headless Chromium (apt-get install chromium, or PREFIXROUTE_BROWSER=...)
@@ -55,7 +55,7 @@ compiled:                       ## the compiled build, in an environment of its 
 	$(COMPILED)/bin/prefixroute --version
 
 test-compiled: compiled         ## the test suite against the compiled build (ARGS=...)
-	$(COMPILED)/bin/pytest --numprocesses auto --dist loadfile -m 'not interpreted and not browser' $(ARGS)
+	$(COMPILED)/bin/pytest --numprocesses auto --dist worksteal -m 'not interpreted and not browser' $(ARGS)
 
 check: $(VENV)/.dev             ## lint, format, types, import rules
 	$(BIN)/ruff check .
