@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import InitVar, dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from ..load import Advert, LoadReport
@@ -21,6 +22,9 @@ from .writer_set import OwnedSet, WriterSet
 
 MAX_PROBES = 8
 """Questions to one peer that may be answered yet; older ones are forgotten."""
+
+MIN_RTT_S = 2e-5
+"""A shorter round trip says that the clock stood still, or was read twice: one over loopback takes 100 us."""
 
 _UNLOADED = Advert(LoadReport())
 _UNLOADED_WIRE = load_to_wire(_UNLOADED)
@@ -115,7 +119,11 @@ class Peer:
             self.timed(now - sent)
 
     def timed(self, rtt_s: float) -> None:
-        """Take one measured round trip."""
+        """Take one measured round trip. What no network and no clock could measure is none: 0, less, or no number."""
+        if not MIN_RTT_S <= rtt_s < inf:
+            if self.rtt_s is None and 0 <= rtt_s < MIN_RTT_S:
+                self.rtt_s = MIN_RTT_S
+            return
         # Queueing only adds to a round trip, so a shorter one counts more than a longer one.
         old = self.rtt_s
         self.rtt_s = rtt_s if old is None else old + (0.3 if rtt_s < old else 0.1) * (rtt_s - old)
