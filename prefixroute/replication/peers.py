@@ -46,7 +46,7 @@ SLOWER = 1.25
 class Tempo:
     """When the next exchange and the next heartbeat are due."""
 
-    __slots__ = ("_settings", "awake_at", "beat_at", "last_at", "news_at", "next_at", "spacing_s")
+    __slots__ = ("_pauses", "_settings", "beat_at", "last_at", "news_at", "next_at", "spacing_s")
 
     def __init__(self, settings: GossipSettings, now: float) -> None:
         self._settings = settings
@@ -129,7 +129,8 @@ class Peers(dict[str, Peer]):
         if peer is None:
             peer = self[node] = Peer(node, address, now, self._limits)
             self._tempo.stir(now)
-        peer.address, peer.learnt = address, False
+        peer.address = peer.home = address
+        peer.learnt = False
         self._limits.proved(address)
         self._changed.add(node)
         return peer
@@ -148,6 +149,8 @@ class Peers(dict[str, Peer]):
     def learn(self, node: str, contact: str, now: float) -> Peer | None:
         """Add a peer by hearsay, if that is wanted; return the node's peer, None if it is none."""
         known = self.get(node)
+        if known is not None:
+            known.contact = contact or known.contact
         if known is not None or not self.would_learn(node, contact):
             return known
         peer = self[node] = Peer(node, contact, now, self._limits, learnt=True)
@@ -161,6 +164,24 @@ class Peers(dict[str, Peer]):
         if not contact or not self._settings.learn_peers or node in self._removed or node == self._node:
             return False
         return len(self) < self._settings.max_endpoints
+
+    def introduce(self, node: str, address: Hashable, now: float) -> Peer:
+        """Add the node that has answered at an address that the caller gave without a name."""
+        peer = self.add(node, address, now)
+        self._journal.tell(PeerChanged(node, "learnt", f"it answered at {address!r}"))
+        return peer
+
+    def moved(self, peer: Peer, address: Hashable, now: float) -> None:
+        """Note that a peer is at another address now: it has proved so, and answers nowhere else."""
+        reason = f"it answers at {address!r}, and no longer at {peer.address!r}"
+        peer.address, peer.unanswered, peer.rtt_s, peer.same_domain = address, 0, None, False
+        peer.probes.clear()
+        peer.searched.clear()
+        self._limits.proved(address)
+        self._changed.add(peer.node)
+        self._tempo.stir(now)
+        self._journal.count("peers_moved")
+        self._journal.tell(PeerChanged(peer.node, "moved", reason))
 
     def heard_from(self, peer: Peer, now: float) -> None:
         """Note that a peer itself spoke."""
