@@ -42,6 +42,9 @@ MOVED_AFTER = 4
 LEAST_QUESTIONS = 2
 """Questions that a claimed peer must have left unanswered."""
 
+REFUSED_S = 10.0
+"""A life that was refused is not asked again for so long, unless the peer is suspected."""
+
 UNANSWERED_S = 10.0
 """A seed is told of when nobody has answered there for so long."""
 
@@ -113,7 +116,7 @@ class Addresses:
     def refuses(self, peer: Peer, life: int, now: float) -> bool:
         """Whether a life is not asked again yet, because the peer answered where it is."""
         refused, at = self._refused.get(peer.node, (0, 0.0))
-        return refused == life and peer.state == "heard" and now - at <= self._settings.suspect_after_s
+        return refused == life and peer.state == "heard" and now - at <= REFUSED_S
 
     def challenge(self, peer: Peer, message: Message, source: Hashable, known: int, now: float) -> None:
         """Ask the sender of a SYN whether it is where it says, if that is not the peer's address. O(1)."""
@@ -146,12 +149,13 @@ class Addresses:
             return False
         del self._asked[peer.node, message.life]
         address = asked.nonces[message.echo]
-        in_place = message.life == peer.life == known and peer.unanswered < MOVED_AFTER
+        # Where recordings are taken any word counts as its life's, so that only its answers say where it is.
+        in_place = self._settings.replay_window and message.life == known and peer.unanswered < MOVED_AFTER
         if peer.node in self.claims or address == peer.address or in_place:
             return False
         self.claims[peer.node] = Claim(address, message.life, message, now, message.life == known)
         self._ask(peer, self.claims[peer.node], now)
-        self._tempo.stir(now)
+        self._tempo.hurry(now)
         return True
 
     def settle(self, peer: Peer, now: float) -> Claim | None:

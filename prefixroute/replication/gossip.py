@@ -279,6 +279,8 @@ class Gossip:
             whole = len(copies) + len(members.left)
             self._turns.named(copies[: self.outbox.send(peer, Kind.SYN, vector, nonce=nonce, whole=whole)])
         self.tempo.went(len(self.peers), now)
+        if self.addresses.claims:
+            self.tempo.hurry(now)
         return beats
 
     def _publish(self, copy: Copy, keys: OwnedSet, beats: bool, now: float) -> None:

@@ -101,6 +101,10 @@ class Tempo:
     def stir(self, now: float) -> None:
         """Note that there is news: the pace is the full one from now on."""
         self.news_at = now
+        self.hurry(now)
+
+    def hurry(self, now: float) -> None:
+        """Begin the next exchange within a round, whatever the pace is."""
         self.next_at = min(self.next_at, max(now, self.last_at + self._settings.interval_s))
 
 
