@@ -42,8 +42,8 @@ MOVED_AFTER = 4
 LEAST_QUESTIONS = 2
 """Questions that a claimed peer must have left unanswered."""
 
-REFUSED_S = 10.0
-"""A life that was refused is not asked again for so long, unless the peer is suspected."""
+REFUSED_S = 60.0
+"""A life that was refused is not heard for so long, unless the peer is suspected."""
 
 UNANSWERED_S = 10.0
 """A seed is told of when nobody has answered there for so long."""
@@ -114,9 +114,9 @@ class Addresses:
     # --- claims --------------------------------------------------------------------------------------------
 
     def refuses(self, peer: Peer, life: int, now: float) -> bool:
-        """Whether a life is not asked again yet, because the peer answered where it is."""
+        """Whether a life is not heard yet, because the peer answered where it is."""
         refused, at = self._refused.get(peer.node, (0, 0.0))
-        return refused == life and peer.state == "heard" and now - at <= REFUSED_S
+        return refused == life != peer.answered_life and peer.state == "heard" and now - at <= REFUSED_S
 
     def challenge(self, peer: Peer, message: Message, source: Hashable, known: int, now: float) -> None:
         """Ask the sender of a SYN whether it is where it says, if that is not the peer's address. O(1)."""
@@ -125,7 +125,7 @@ class Addresses:
             return
         contact = message.contact or self._freshness.contact_of(message)
         options = [address for address in dict.fromkeys((contact, source)) if address and address != peer.address]
-        if not options or self.refuses(peer, message.life, now):
+        if not options:
             return
         asked = self._asked.get((peer.node, message.life))
         if asked is None or now - asked.at > self._settings.suspect_after_s:

@@ -120,6 +120,9 @@ class Gossip:
         # 3. It is new: no recording, and of a life that is there now. `waiting` is the SYN that waited for that proof.
         if kind is Kind.SYN_ACK and message.nonce and not message.echo and message.to not in (0, self.freshness.life):
             return self._tell_namesake(source, now)
+        if peer is not None and self.addresses.refuses(peer, message.life, now):
+            self._journal.count("claims_refused")
+            return False
         known = peer.life if peer is not None else 0
         novelty, waiting = self.freshness.judge(peer, kind, message, now)
         if peer is not None and kind is Kind.ACK and self.addresses.claimed(peer, message, known, now):
@@ -218,9 +221,7 @@ class Gossip:
         self._journal.count(f"datagrams_{novelty.value}")
         if novelty is Novelty.CHALLENGE:
             answers = self._limits.challenges if peer is None else peer.answers
-            if peer is not None and self.addresses.refuses(peer, message.life, now):
-                self._journal.count("claims_refused")
-            elif answers.take(1, now):
+            if answers.take(1, now):
                 nonce = self.freshness.challenge(message, size, now)
                 address = message.contact if peer is None else peer.address
                 self.outbox.challenge(address, message.life, nonce, message.nonce)
