@@ -240,7 +240,13 @@ class ResidencyChanged:
 
 
 NodeEvent: TypeAlias = (
-    DatagramRejected | DomainMismatch | PeerChanged | AddressFailed | ReplicaChanged | PushBackChanged | ResidencyChanged
+    DatagramRejected
+    | DomainMismatch
+    | PeerChanged
+    | AddressFailed
+    | ReplicaChanged
+    | PushBackChanged
+    | ResidencyChanged
 )
 
 MAX_EVENTS = 1024

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from network import DOMAIN, Network, copies, fleet, gossip, pair
 
-from prefixroute import DatagramRejected, Node, NodeSettings, ReplicaChanged
+from prefixroute import DatagramRejected, Node, NodeSettings
 from prefixroute.replication.members import MAX_PAST
-from prefixroute.replication.wire import LAST_BEAT, Kind, Message, Stamp, VectorEntry, decode, encode, encode_part
+from prefixroute.replication.wire import LAST_BEAT, Kind, Message, Stamp, VectorEntry, encode, encode_part
 
 NANOSECONDS = 1_764_500_000_000_000_000
 """What `time.time_ns()` said in 2025: below 2**62 until the year 2116."""
