@@ -190,7 +190,7 @@ class DomainMismatch:
 
 @dataclass(frozen=True, slots=True)
 class PeerChanged:
-    """A peer was ``learnt``, ``heard``, ``suspected`` (silent), ``forgotten`` or ``removed``, it has ``moved`` to another
+    """A peer was ``learnt``, ``heard``, ``suspected`` (silent), ``forgotten`` or ``removed``, has ``moved`` to another
     address, or forwards to it were ``suspended`` or ``resumed``.
     """
 
@@ -201,7 +201,7 @@ class PeerChanged:
 
 @dataclass(frozen=True, slots=True)
 class AddressFailed:
-    """Nothing can be sent to an address, or nobody answers at a seed; `reason` says why: a name that is not resolved."""
+    """Nothing reaches an address; `reason` says why: its name is not resolved, or nobody answers at a seed."""
 
     address: object
     reason: str

@@ -153,8 +153,8 @@ class Node:
     def seed(self, address: Hashable, now: float | None = None) -> None:
         """Be introduced to whoever is at `address`: it becomes a peer, as if it had been added by its name.
 
-        The address is asked until somebody answers, and again when that peer is silent. Who is there takes up a node that
-        it does not know if its settings say `learn_peers`, and this node's say its `contact`.
+        The address is asked until somebody answers, and again when that peer is silent. Who is there takes up a node
+        that it does not know if its settings say `learn_peers`, and this node's say its `contact`.
         """
         self._gossip.addresses.seed(address)
         if now is not None:

@@ -125,10 +125,10 @@ class Gossip:
             return False
         known = peer.life if peer is not None else 0
         novelty, waiting = self.freshness.judge(peer, kind, message, now)
-        if peer is not None and kind is Kind.ACK and self.addresses.claimed(peer, message, known, now):
-            # It is another life, or elsewhere than this node believes: that has to be settled first.
-            if self._settle(peer, now) or novelty is not Novelty.FRESH:
-                return True
+        claimed = peer is not None and kind is Kind.ACK and self.addresses.claimed(peer, message, known, now)
+        if peer is not None and claimed and (self._settle(peer, now) or novelty is not Novelty.FRESH):
+            # It is elsewhere than this node believes: what another life says is not taken before that is settled.
+            return True
         if novelty is not Novelty.FRESH:
             return self._refuse_old(novelty, peer, source, envelope, len(data), now)
         self._limits.proved(source)

@@ -4,8 +4,8 @@ Rules:
 1. Relayed news is as old as the owner's own last word: ages add up along relays. So hearsay neither keeps a dead
    endpoint alive, nor brings a forgotten one back.
 2. An owner moves past what it did not say itself, to a higher incarnation: a later incarnation of its endpoint, words
-   of the present one that it has not spoken, or another set under its own pair. It does so `REFUTED_AT_ONCE` times, then
-   at a bounded pace: two nodes of one name would else push each other up with every exchange.
+   of the present one that it has not spoken, or another set under its own pair. It does so `REFUTED_AT_ONCE` times,
+   then at a bounded pace: two nodes of one name would else push each other up with every exchange.
 3. What no owner could move past was said by nobody else: so it ends with the owner's own next word.
 4. The highest life that was heard of is kept, whether or not anything is held.
 5. An endpoint that leaves speaks a last word, above every heartbeat. The word is passed on until the endpoint would
