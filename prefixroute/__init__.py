@@ -6,6 +6,7 @@ decides by itself, in microseconds, whether to serve it or to forward it once. S
 
 from .errors import DecodeError, PrefixRouteError, UsageError
 from .events import (
+    AddressFailed,
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -47,6 +48,7 @@ __all__ = [
     "EVERYBODY",
     "POLICIES",
     "Accuracy",
+    "AddressFailed",
     "BlocksCleared",
     "BlocksRemoved",
     "BlocksStored",

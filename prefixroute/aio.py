@@ -14,14 +14,14 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Hashable
-from ipaddress import ip_address
 from typing import Protocol, TypeAlias
 
 from typing_extensions import Self
 
 from .errors import UsageError
-from .events import NodeEvent
+from .events import AddressFailed, NodeEvent
 from .node import Node
+from .resolver import Ask, Resolver, SocketAddress
 
 MAX_QUEUED_DATAGRAMS = 4096
 """Received and not yet handled; beyond it the newest are dropped, as a kernel's socket buffer would."""
@@ -39,6 +39,7 @@ MAX_READ_BYTES = 65537
 
 
 Screen: TypeAlias = Callable[[bytes, Hashable], bool]
+Unreached: TypeAlias = Callable[[Hashable, str], None]
 
 
 class Transport(Protocol):
@@ -57,12 +58,17 @@ class Transport(Protocol):
 class UdpTransport:
     """Datagrams over UDP. Addresses are (host, port), or "host:port" as peers give their contact.
 
+    A host may be a name: it is resolved off the event loop, and again every few seconds while it is used (`resolver`).
+    `unreached(address, reason)`, if it is set, is told of a name that is not resolved. A driver lets its node tell it.
+
     `screen(data, source)`, if it is set, is asked before a datagram is queued; what it refuses is read at a bounded
     pace, and the kernel drops the rest of a flood. A driver sets it to its node's.
     """
 
-    def __init__(self, endpoint: socket.socket) -> None:
+    def __init__(self, endpoint: socket.socket, ask: Ask | None = None) -> None:
         self.screen: Screen | None = None
+        self.unreached: Unreached | None = None
+        self._resolver = Resolver(endpoint.family, self._send, self._tell, ask)
         self._endpoint = endpoint
         self._buffer = bytearray(MAX_READ_BYTES)
         self._inbox: asyncio.Queue[tuple[bytes, Hashable]] = asyncio.Queue(MAX_QUEUED_DATAGRAMS)
@@ -71,8 +77,11 @@ class UdpTransport:
         self._loop.add_reader(endpoint, self._read)
 
     @classmethod
-    async def open(cls, host: str = "127.0.0.1", port: int = 0) -> UdpTransport:
-        """Bind a UDP socket; port 0 takes a free one. Raises `OSError` when it cannot be bound."""
+    async def open(cls, host: str = "127.0.0.1", port: int = 0, *, ask: Ask | None = None) -> UdpTransport:
+        """Bind a UDP socket; port 0 takes a free one. Raises `OSError` when it cannot be bound.
+
+        `ask(host, port)` resolves names in threads; by default the system's resolver does.
+        """
         family, kind, protocol, _, address = (
             await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_DGRAM)
         )[0]
@@ -83,7 +92,7 @@ class UdpTransport:
         except OSError:
             endpoint.close()
             raise
-        return cls(endpoint)
+        return cls(endpoint, ask)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -92,15 +101,27 @@ class UdpTransport:
         return host, port
 
     async def send(self, address: Hashable, data: bytes) -> None:
-        """Hand one datagram to the kernel.
+        """Hand one datagram to the kernel, once the name in its address is resolved. Never waits for that.
 
-        Raises `UsageError` for an address of another form, and `OSError` for a text that is no numeric "host:port".
+        Raises `UsageError` for an address of another form, and `OSError` for a text that is no "host:port", or a name
+        that is not resolved.
         """
-        if isinstance(address, str):
-            address = _parse_contact(address)
-        if not isinstance(address, tuple):
+        if not isinstance(address, (str, tuple)):
             raise UsageError(f"a UDP address is (host, port), not {address!r}")
-        self._endpoint.sendto(data, address)
+        found = self._resolver.look_up(address, data)
+        if found is not None:
+            self._endpoint.sendto(data, found)
+
+    def _send(self, address: SocketAddress, data: bytes) -> None:
+        """Send what has waited for its name."""
+        try:
+            self._endpoint.sendto(data, address)
+        except OSError as error:
+            self._tell(address, str(error))
+
+    def _tell(self, address: Hashable, reason: str) -> None:
+        if self.unreached is not None:
+            self.unreached(address, reason)
 
     async def receive(self) -> tuple[bytes, Hashable]:
         """Wait for a datagram."""
@@ -108,6 +129,7 @@ class UdpTransport:
 
     async def close(self) -> None:
         """Close the socket."""
+        self._resolver.close()
         if self._pause is not None:
             self._pause.cancel()
         if self._endpoint.fileno() >= 0:
@@ -136,20 +158,6 @@ class UdpTransport:
             self._pause = self._loop.call_later(pause_s, self._loop.add_reader, self._endpoint, self._read)
 
 
-def _parse_contact(contact: str) -> tuple[str, int]:
-    """Read "host:port". It came from a peer, so what is wrong with it is no mistake of the caller's."""
-    host, _, port = contact.rpartition(":")
-    host = host.strip("[]")
-    try:
-        # A name would be looked up, and that would block the event loop.
-        ip_address(host)
-        if 0 < int(port) < 65536:
-            return host, int(port)
-    except ValueError:
-        pass
-    raise OSError(f"{contact!r} is no numeric host:port")
-
-
 class Driver:
     """Runs a node's gossip over a transport while its context is open.
 
@@ -169,9 +177,17 @@ class Driver:
         self.now = clock
         if hasattr(transport, "screen"):
             transport.screen = lambda data, source: node.screen(data, source, clock())
+        if hasattr(transport, "unreached"):
+            transport.unreached = self._unreached
         self._on_event = on_event
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _unreached(self, address: Hashable, reason: str) -> None:
+        """Count and tell that a name is not resolved."""
+        self.node.journal.count("names_unresolved")
+        self.node.journal.tell(AddressFailed(address, reason))
+        self._wake.set()
 
     async def __aenter__(self) -> Self:
         self._tasks = [

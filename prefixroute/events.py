@@ -190,13 +190,21 @@ class DomainMismatch:
 
 @dataclass(frozen=True, slots=True)
 class PeerChanged:
-    """A peer was ``learnt``, ``heard``, ``suspected`` (silent), ``forgotten`` or ``removed``, or forwards to it were
-    ``suspended`` or ``resumed``.
+    """A peer was ``learnt``, ``heard``, ``suspected`` (silent), ``forgotten`` or ``removed``, has ``moved`` to another
+    address, or forwards to it were ``suspended`` or ``resumed``.
     """
 
     peer: str
     state: str
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AddressFailed:
+    """Nothing reaches an address; `reason` says why: its name is not resolved, or nobody answers at a seed."""
+
+    address: object
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +240,13 @@ class ResidencyChanged:
 
 
 NodeEvent: TypeAlias = (
-    DatagramRejected | DomainMismatch | PeerChanged | ReplicaChanged | PushBackChanged | ResidencyChanged
+    DatagramRejected
+    | DomainMismatch
+    | PeerChanged
+    | AddressFailed
+    | ReplicaChanged
+    | PushBackChanged
+    | ResidencyChanged
 )
 
 MAX_EVENTS = 1024

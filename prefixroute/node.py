@@ -150,6 +150,16 @@ class Node:
         self._peers.add(checked_name(node), address, now)
         self._follow(now)
 
+    def seed(self, address: Hashable, now: float | None = None) -> None:
+        """Be introduced to whoever is at `address`: it becomes a peer, as if it had been added by its name.
+
+        The address is asked until somebody answers, and again when that peer is silent. Who is there takes up a node
+        that it does not know if its settings say `learn_peers`, and this node's say its `contact`.
+        """
+        self._gossip.addresses.seed(address)
+        if now is not None:
+            self._tempo.stir(now)
+
     def remove_peer(self, node: str, now: float) -> None:
         """Stop gossiping with a node and forget its endpoints, whoever still speaks of them."""
         self._table.begin(now)

@@ -19,7 +19,7 @@ from hmac import compare_digest
 from typing import Any, Final, NamedTuple
 
 from prefixroute import Domain, __version__
-from prefixroute.aio import Screen, Transport
+from prefixroute.aio import Screen, Transport, Unreached
 from prefixroute.errors import UsageError
 
 MAGIC: Final = b"prefixroute echo"
@@ -104,6 +104,16 @@ class Echo:
             self._inner.screen = lambda data, source: (
                 self._asked_with(data) is not None if data.startswith(MAGIC) else screen(data, source)
             )
+
+    @property
+    def unreached(self) -> Unreached | None:
+        """What the inner transport tells of a name that is not resolved, if it tells at all."""
+        return getattr(self._inner, "unreached", None)
+
+    @unreached.setter
+    def unreached(self, unreached: Unreached) -> None:
+        if hasattr(self._inner, "unreached"):
+            self._inner.unreached = unreached
 
     async def send(self, address: Hashable, data: bytes) -> None:
         """Send one datagram."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Hashable
 
-from prefixroute.aio import Screen, Transport, UdpTransport
+from prefixroute.aio import Screen, Transport, UdpTransport, Unreached
 from prefixroute.errors import UsageError
 
 from .sidecar_config import HostPort
@@ -31,6 +31,16 @@ class CountingTransport:
     def screen(self, screen: Screen | None) -> None:
         if isinstance(self._inner, UdpTransport):
             self._inner.screen = screen
+
+    @property
+    def unreached(self) -> Unreached | None:
+        """What the inner transport tells of a name that is not resolved, if it tells at all."""
+        return getattr(self._inner, "unreached", None)
+
+    @unreached.setter
+    def unreached(self, unreached: Unreached | None) -> None:
+        if isinstance(self._inner, UdpTransport):
+            self._inner.unreached = unreached
 
     async def send(self, address: Hashable, data: bytes) -> None:
         """Send and count."""

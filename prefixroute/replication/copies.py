@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import InitVar, dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from ..load import Advert, LoadReport
@@ -21,6 +22,9 @@ from .writer_set import OwnedSet, WriterSet
 
 MAX_PROBES = 8
 """Questions to one peer that may be answered yet; older ones are forgotten."""
+
+MIN_RTT_S = 2e-5
+"""A shorter round trip says that the clock stood still, or was read twice: one over loopback takes 100 us."""
 
 _UNLOADED = Advert(LoadReport())
 _UNLOADED_WIRE = load_to_wire(_UNLOADED)
@@ -89,8 +93,19 @@ class Peer:
     same_domain: bool = False
     state: str = "new"
     rtt_s: float | None = None
+    home: Hashable = field(init=False)
+    """The address that the caller gave, or the first that was learnt: it is the peer's whenever the peer is there."""
+    contact: str = ""
+    """Where relays last said that it takes datagrams."""
     probes: dict[int, float] = field(default_factory=dict)
     """Nonces of the questions that it may answer yet, and when each was asked."""
+    searched: dict[int, Hashable] = field(default_factory=dict)
+    """Of those, the ones that went to other addresses than its own, and where."""
+    unanswered: int = 0
+    """Questions since it last answered one."""
+    answered_at: float = -inf
+    """When the latest question was asked that it has answered; `answered_life` is the life that did."""
+    answered_life: int = 0
     life: int = 0
     """Its present run, as far as that is proved (`freshness`); 0 before."""
     taken: ReplayWindow = field(default_factory=ReplayWindow)
@@ -101,21 +116,30 @@ class Peer:
 
     def __post_init__(self, limits: Limits) -> None:
         self.meter, self.answers, self.work = limits.of_peer()
+        self.home = self.address
 
     def asked(self, nonce: int, now: float) -> None:
         """Note a question, so that its answer is timed."""
         if len(self.probes) >= MAX_PROBES:
             self.probes.pop(next(iter(self.probes)))
         self.probes[nonce] = now
+        self.unanswered += 1
 
-    def answered(self, echo: int, now: float) -> None:
-        """Take the round trip that an answer ends, if it answers a question of which it was not known yet."""
-        sent = self.probes.pop(echo, None)
-        if sent is not None and now >= sent:
-            self.timed(now - sent)
+    def answered(self, echo: int, life: int) -> float | None:
+        """Return when the question was asked that an answer of this life answers, None if there is no such question."""
+        asked_at = self.probes.pop(echo, None)
+        if asked_at is not None:
+            self.unanswered = 0
+            if echo not in self.searched and asked_at >= self.answered_at:
+                self.answered_at, self.answered_life = asked_at, life
+        return asked_at
 
     def timed(self, rtt_s: float) -> None:
-        """Take one measured round trip."""
+        """Take one measured round trip. What no network and no clock could measure is none: 0, less, or no number."""
+        if not MIN_RTT_S <= rtt_s < inf:
+            if self.rtt_s is None and 0 <= rtt_s < MIN_RTT_S:
+                self.rtt_s = MIN_RTT_S
+            return
         # Queueing only adds to a round trip, so a shorter one counts more than a longer one.
         old = self.rtt_s
         self.rtt_s = rtt_s if old is None else old + (0.3 if rtt_s < old else 0.1) * (rtt_s - old)

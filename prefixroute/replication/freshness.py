@@ -108,6 +108,11 @@ class Freshness:
         waiting = self._waiting.get((message.sender, message.life))
         return waiting.message.contact if waiting is not None else ""
 
+    def waiting(self, message: Message) -> Message | None:
+        """Return the SYN that waits for a proof of this message's life, None if none does."""
+        waiting = self._waiting.get((message.sender, message.life))
+        return waiting.message if waiting is not None else None
+
     def prove(self, peer: Peer, *messages: Message) -> None:
         """Note that the life of these messages is the peer's, and that their numbers are taken."""
         life = messages[-1].life

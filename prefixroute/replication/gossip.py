@@ -29,6 +29,7 @@ from ..errors import DecodeError, UsageError
 from ..events import Journal
 from ..keys.domain import Domain
 from ..keys.names import owner_of
+from .addresses import Addresses
 from .copies import Copy, Peer
 from .freshness import Freshness, Novelty
 from .gossip_settings import GossipSettings
@@ -74,6 +75,8 @@ class Gossip:
         self._turns = Turns(self.peers, self.members.copies, rng)
         self._refusals = Refusals(domain, journal)
         self._receiver = Receiver(self.members, settings, self.tempo, self._refusals, journal)
+        parts = self.tempo, self.peers, self.freshness, self.outbox, self._refusals
+        self.addresses = Addresses(settings, *parts, journal)
         self._journal = journal
         self._fingerprint = domain.fingerprint
         self._secrets: tuple[bytes, ...] = (domain.secret,)
@@ -103,24 +106,42 @@ class Gossip:
                 peer.same_domain = False
             return self._refusals.foreign(source, message, now)
         if message.sender == self.node:
-            return refuse(source, "self", "a datagram from a node of this node's own name", now)
+            if not self.addresses.own(message):
+                reason = "a datagram from a node of this node's own name"
+                self._refusals.namesake(source, self.node, reason, now, "self")
+            return False
+        if kind is Kind.SYN_ACK:
+            peer = self.addresses.introduced(message, now) or peer
         contact = message.contact or self.freshness.contact_of(message)
         if peer is None and not self.peers.would_learn(message.sender, contact):
             return refuse(source, "stranger", f"node {message.sender!r} is no peer: add_peer it first", now)
         if peer is not None and not peer.meter.take(len(data), now):
             return refuse(source, "limited", f"node {peer.node!r} sends more than an honest one does", now)
         # 3. It is new: no recording, and of a life that is there now. `waiting` is the SYN that waited for that proof.
+        if kind is Kind.SYN_ACK and message.nonce and not message.echo and message.to not in (0, self.freshness.life):
+            return self._tell_namesake(source, now)
+        if peer is not None and self.addresses.refuses(peer, message.life, now):
+            self._journal.count("claims_refused")
+            return False
+        known = peer.life if peer is not None else 0
         novelty, waiting = self.freshness.judge(peer, kind, message, now)
+        claimed = peer is not None and kind is Kind.ACK and self.addresses.claimed(peer, message, known, now)
+        if peer is not None and claimed and (self._settle(peer, now) or novelty is not Novelty.FRESH):
+            # It is elsewhere than this node believes: what another life says is not taken before that is settled.
+            return True
         if novelty is not Novelty.FRESH:
             return self._refuse_old(novelty, peer, source, envelope, len(data), now)
         self._limits.proved(source)
         if peer is None:
             peer = self.peers.learn(message.sender, contact, now)
             assert peer is not None, "a node that would not be learnt is a stranger"
+        elif kind is Kind.SYN:
+            self.addresses.challenge(peer, message, source, known, now)
+        self.addresses.found(peer, message.echo, now)
         # 4. What it says is taken, and it is answered.
         if waiting is not None:
             self.freshness.prove(peer, waiting.message, message)
-            peer.timed(now - waiting.at)
+            peer.timed(self.tempo.silence_s(waiting.at, now))
             self._hear(peer, Kind.SYN, waiting.message, now)
         self._hear(peer, kind, message, now)
         return True
@@ -128,7 +149,9 @@ class Gossip:
     def _hear(self, peer: Peer, kind: Kind, message: Message, now: float) -> None:
         """Take a peer's own new word: its vector, its updates; and answer it, unless it is an ACK."""
         self.peers.heard_from(peer, now)
-        peer.answered(message.echo, now)
+        asked_at = peer.answered(message.echo, message.life)
+        if asked_at is not None:
+            peer.timed(self.tempo.silence_s(asked_at, now))
         for entry in message.vector:
             self.members.learn(entry, peer.node, now)
         self._take_updates(peer, message, now)
@@ -199,17 +222,34 @@ class Gossip:
         if novelty is Novelty.CHALLENGE:
             answers = self._limits.challenges if peer is None else peer.answers
             if answers.take(1, now):
-                answer = Message(self.node, self.freshness.challenge(message, size, now), message.nonce)
+                nonce = self.freshness.challenge(message, size, now)
                 address = message.contact if peer is None else peer.address
-                self.outbox.put(address, message.life, Kind.SYN_ACK, answer)
+                self.outbox.challenge(address, message.life, nonce, message.nonce)
+                if peer is not None:
+                    self.addresses.challenge(peer, message, source, peer.life, now)
             else:
                 self._journal.count("limited_answers")
         elif envelope.kind is Kind.SYN_ACK and message.nonce and message.to != self.freshness.life:
-            reason = (
-                "a SYN in this node's name was not sent by it: the name is used twice, or a recording is played back"
-            )
-            self._refusals.refuse(source, "namesake", reason, now)
+            self._tell_namesake(source, now)
         return False
+
+    def _tell_namesake(self, source: Hashable, now: float) -> bool:
+        reason = "a SYN in this node's name was not sent by it: the name is used twice, or a recording is played back"
+        self._refusals.namesake(source, self.node, reason, now)
+        return False
+
+    def _settle(self, peer: Peer, now: float) -> bool:
+        """Decide a claim to a peer's name; if the peer has moved, take what it said; return whether it has."""
+        claim = self.addresses.settle(peer, now)
+        if claim is None:
+            return False
+        if not claim.same and self.settings.replay_window:
+            syn = self.freshness.waiting(claim.ack)
+            said = [(Kind.ACK, claim.ack)] if syn is None else [(Kind.SYN, syn), (Kind.ACK, claim.ack)]
+            self.freshness.prove(peer, *(message for _, message in said))
+            for kind, message in said:
+                self._hear(peer, kind, message, now)
+        return True
 
     def exchange(self, now: float) -> bool:
         """Begin the exchange that is due: publish, and send a SYN to one peer; each round beat and sweep as well.
@@ -222,12 +262,17 @@ class Gossip:
         beats = self.tempo.beats(now)
         if beats:
             members.sweep(now)
+            self.addresses.ask_seeds(now)
             self._journal.count("rounds")
+        for node in self.addresses.ask_claimed(now):
+            self._settle(self.peers[node], now)
         for copy in members.copies.values():
             if isinstance(copy.keys, OwnedSet):
                 self._publish(copy, copy.keys, beats, now)
         peer = self._turns.partner()
         if peer is not None:
+            if peer.state == "suspected":
+                self.addresses.search(peer, now)
             nonce = self.freshness.nonce()
             peer.asked(nonce, now)
             copies = self._turns.in_order()
@@ -235,6 +280,8 @@ class Gossip:
             whole = len(copies) + len(members.left)
             self._turns.named(copies[: self.outbox.send(peer, Kind.SYN, vector, nonce=nonce, whole=whole)])
         self.tempo.went(len(self.peers), now)
+        if self.addresses.claims:
+            self.tempo.hurry(now)
         return beats
 
     def _publish(self, copy: Copy, keys: OwnedSet, beats: bool, now: float) -> None:

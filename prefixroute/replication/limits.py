@@ -17,7 +17,8 @@ Rules:
 1. What is beyond a limit is dropped as a busy network would drop it: gossip heals loss.
 2. Only an address that a tag has proved gets a meter of its own, so nobody without the secret can push others out.
 3. Refusals are counted all, and told `TOLD_AT_ONCE` one by one, then one a second, however many there are.
-4. A peer of another domain is told of by the field that differs, once in `MISMATCH_TOLD_S` for each source and field:
+4. Of two nodes with one name either is told once in `MISMATCH_TOLD_S`.
+5. A peer of another domain is told of by the field that differs, once in `MISMATCH_TOLD_S` for each source and field:
    a mismatch would otherwise be a cache that silently never hits.
 """
 
@@ -52,7 +53,7 @@ set that it changes: measured, and rounded up. No clock is read here, so that th
 TOLD_AT_ONCE = 64
 MISMATCH_TOLD_S = 60.0
 MAX_MISMATCHES = 256
-"""Mismatches (source, field) that are remembered."""
+"""Mismatches (source, field), and names that are used twice, that are remembered."""
 
 
 class Bucket:
@@ -187,6 +188,16 @@ class Refusals:
         if self._pace.take(1, now):
             self._journal.tell(DatagramRejected(source, kind, reason))
         return False
+
+    def namesake(self, source: object, name: str, reason: str, now: float, kind: str = "namesake") -> bool:
+        """Count that a name is used twice, and tell it once a minute for each name; return whether it was told."""
+        self._journal.count("rejected", kind)
+        told = self._mismatches.get((name, kind))
+        if told is not None and now - told <= MISMATCH_TOLD_S:
+            return False
+        self._mismatches[name, kind] = now
+        self._journal.tell(DatagramRejected(source, kind, reason))
+        return True
 
     def foreign(self, source: Hashable, message: Message, now: float) -> Literal[False]:
         """Count a datagram of another domain, and tell which fields differ, as far as they are known; return False."""

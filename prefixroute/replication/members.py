@@ -4,8 +4,11 @@ Rules:
 1. Relayed news is as old as the owner's own last word: ages add up along relays. So hearsay neither keeps a dead
    endpoint alive, nor brings a forgotten one back.
 2. An owner moves past what it did not say itself, to a higher incarnation: a later incarnation of its endpoint, words
-   of the present one that it has not spoken, or another set under its own pair.
-3. An endpoint that leaves speaks a last word, above every heartbeat. The word is passed on until the endpoint would
+   of the present one that it has not spoken, or another set under its own pair. It does so `REFUTED_AT_ONCE` times,
+   then at a bounded pace: two nodes of one name would else push each other up with every exchange.
+3. What no owner could move past was said by nobody else: so it ends with the owner's own next word.
+4. The highest life that was heard of is kept, whether or not anything is held.
+5. An endpoint that leaves speaks a last word, above every heartbeat. The word is passed on until the endpoint would
    have been forgotten.
 """
 
@@ -21,16 +24,27 @@ from ..keys.keyset import NO_KEYS, Keys
 from ..keys.names import owner_of
 from .copies import Copy, Left, Peer
 from .gossip_settings import GossipSettings
-from .limits import Holdings
+from .limits import Bucket, Holdings
 from .peers import Peers, Tempo
 from .wire import LAST_BEAT, Update, VectorEntry
 
 MAX_INCARNATION = 2**63 - 1
 MAX_HEARSAY = 2**62
-"""The highest incarnation that a relay is believed: the owner can always move past it, and say so itself."""
+"""The highest incarnation that a relay is believed of a peer's endpoint: the peer can move past it, and say so itself.
+Of nodes that are no peers relays are all there is: they are believed."""
+
+MAX_PAST = 2**62 + 2**61
+"""The highest past of its own that an owner moves beyond. It passes `MAX_HEARSAY` only to refute, one by one, so a
+higher one is a lie."""
 
 MAX_MEMORIES = 4096
 """Endpoints that are remembered after they were forgotten."""
+
+REFUTED_AT_ONCE, REFUTED_PER_S = 8, 0.1
+"""How often an owner moves past what others say of one endpoint. A restart takes one or two."""
+
+REFUTED_TOLD_S = 60.0
+"""An event tells no sooner again that an endpoint was refuted."""
 
 OnUpdate: TypeAlias = Callable[[str, Keys, Keys], None]
 """Takes every change of a replica's keys: endpoint, added, removed."""
@@ -49,7 +63,9 @@ class Members:
         """Endpoints that have left, own ones and others, until they would be forgotten."""
         self.holdings = Holdings(settings)
         self._gone: LRUCache[str, tuple[int, int]] = LRUCache(MAX_MEMORIES)
-        """The last (incarnation, heartbeat) of endpoints that were forgotten."""
+        """The last (incarnation, heartbeat) of endpoints that were forgotten, or never held."""
+        self._refutes: dict[str, tuple[Bucket, Bucket]] = {}
+        """By own endpoint: the pace of refuting, and of telling so."""
         self._settings = settings
         self._tempo = tempo
         self._journal = journal
@@ -85,6 +101,8 @@ class Members:
         """Take an entry's news of load and liveness; sets come in updates."""
         if not self.believes(entry.endpoint, entry.incarnation, teller):
             return
+        if entry.incarnation <= MAX_PAST and owner_of(entry.endpoint) == teller:
+            self._start_over(entry)
         if entry.heartbeat == LAST_BEAT:
             self._bury(entry, now)
             return
@@ -119,9 +137,13 @@ class Members:
     def believes(self, endpoint: str, incarnation: int, teller: str) -> bool:
         """Whether to believe that an endpoint has this incarnation; counted if not.
 
-        A relay is not believed a new incarnation so high that the owner could hardly move past it.
+        A relay is not believed a new incarnation so high that the owner could hardly move past it. An owner is told its
+        own past by relays only.
         """
-        if incarnation <= MAX_HEARSAY or owner_of(endpoint) == teller:
+        if incarnation <= MAX_HEARSAY:
+            return True
+        owner = owner_of(endpoint)
+        if owner == teller or (incarnation <= MAX_PAST if owner == self.node else owner not in self.peers):
             return True
         copy = self.copies.get(endpoint)
         if copy is not None and incarnation <= copy.incarnation:
@@ -134,7 +156,9 @@ class Members:
         copy = self.copies.pop(endpoint)
         self._lost = True
         self.holdings.lost(endpoint)
-        self._gone[endpoint] = copy.beat
+        # Who hears of it by relays alone could not come back from a lie that its owner cannot refute.
+        if copy.incarnation <= MAX_PAST or not self.is_hearsay(endpoint):
+            self._gone[endpoint] = copy.beat
         if len(copy.keys):
             self.on_update(endpoint, NO_KEYS, copy.keys.keys)
         self._journal.tell(ReplicaChanged(endpoint, "forgotten", reason))
@@ -147,6 +171,7 @@ class Members:
     def leave(self, endpoint: str, now: float) -> None:
         """Remove an own endpoint: from now on vectors tell its last word."""
         copy = self.copies.pop(endpoint)
+        del self._refutes[endpoint]
         self.left[endpoint] = Left(copy.incarnation, now)
         self._tempo.stir(now)
 
@@ -156,6 +181,7 @@ class Members:
         if left is not None:
             incarnation = max(incarnation, min(left.incarnation + 1, MAX_INCARNATION))
         settings = self._settings
+        self._refutes[endpoint] = Bucket(REFUTED_PER_S, REFUTED_AT_ONCE), Bucket(1 / REFUTED_TOLD_S, 1)
         copy = self.copies[endpoint] = Copy(endpoint, True, incarnation, now, url, settings.contact, settings.zone)
         self._tempo.stir(now)
         return copy
@@ -204,7 +230,7 @@ class Members:
         owners: set[str] = set()
         for copy in [copy for copy in self.copies.values() if not copy.mine]:
             age = copy.age_s(now)
-            silence = min(age, now - self._tempo.awake_at)
+            silence = self._tempo.silence_s(copy.heard_at, now)
             patience = copy.rhythm.patience_s(least, most / 2)
             suspected = silence > patience or (copy.suspected and age > patience)
             if suspected is not copy.suspected:
@@ -222,9 +248,10 @@ class Members:
     def _meet(self, entry: VectorEntry, heard_at: float, now: float) -> Copy | None:
         """Make a copy of an endpoint that was not known; None if it is stale, unwelcome, or one too many."""
         owner = owner_of(entry.endpoint)
-        left = self.left.get(entry.endpoint)
-        past = max(self._gone.get(entry.endpoint, (0, -1)), left.beat if left is not None else (0, -1))
-        if (entry.incarnation, entry.heartbeat) <= past or now - heard_at > self._settings.forget_after_s:
+        if now - heard_at > self._settings.forget_after_s:
+            self._remember(entry)
+            return None
+        if (entry.incarnation, entry.heartbeat) <= self._past(entry.endpoint):
             return None
         # An endpoint of this node's name that this node does not have was one of a former run.
         if owner in ("", self.node) or self.peers.was_removed(owner):
@@ -246,12 +273,36 @@ class Members:
         self._journal.tell(ReplicaChanged(entry.endpoint, "learnt"))
         return copy
 
+    def _past(self, endpoint: str) -> tuple[int, int]:
+        """Return the latest (incarnation, heartbeat) that is remembered of an endpoint that is not held."""
+        left = self.left.get(endpoint)
+        return max(self._gone.get(endpoint, (0, -1)), left.beat if left is not None else (0, -1))
+
+    def _remember(self, entry: VectorEntry) -> None:
+        """Remember a word of an endpoint that is not held. Of nodes that are no peers while there is room only."""
+        endpoint, word = entry.endpoint, (entry.incarnation, entry.heartbeat)
+        room = len(self._gone) < MAX_MEMORIES or endpoint in self._gone or not self.is_hearsay(endpoint)
+        if room and owner_of(endpoint) not in ("", self.node) and word > self._past(endpoint):
+            self._gone[endpoint] = word
+
+    def _start_over(self, entry: VectorEntry) -> None:
+        """Forget an endpoint, on its owner's own word, if that word is older than any that the owner could go past."""
+        copy = self.copies.get(entry.endpoint)
+        if copy is not None:
+            if copy.mine or copy.incarnation <= MAX_PAST:
+                return
+            self.forget(entry.endpoint, f"its owner speaks, and could not move past incarnation {copy.incarnation}")
+        elif self._past(entry.endpoint)[0] <= MAX_PAST:
+            return
+        self._gone.pop(entry.endpoint, None)
+        self.left.pop(entry.endpoint, None)
+
     def _hear(self, copy: Copy, heartbeat: int, heard_at: float, now: float) -> None:
         """Take the owner's word: it spoke `heartbeat` at `heard_at`."""
         if heard_at > copy.heard_at:
-            if copy.heartbeat and not copy.suspected and copy.heard_at >= self._tempo.awake_at:
+            if copy.heartbeat and not copy.suspected:
                 # A silence that was taken for a death is no part of the rhythm, and neither is a pause of this node.
-                copy.rhythm.note(now - copy.heard_at)
+                copy.rhythm.note(self._tempo.silence_s(copy.heard_at, now))
             copy.heard_at = heard_at
         copy.heartbeat = heartbeat
         least, most = self._settings.suspect_after_s, self._settings.forget_after_s
@@ -282,22 +333,35 @@ class Members:
         held = (entry.incarnation, entry.version)
         another = held == copy.held and entry.mark != copy.mark
         later = (entry.incarnation, entry.heartbeat) > copy.beat or (entry.incarnation, entry.revision) > copy.loaded
-        if held > copy.held or later or another:
-            copy.incarnation = min(entry.incarnation + 1, MAX_INCARNATION)
-            self._journal.count("refutations")
-            self._tempo.stir(now)
+        if not (held > copy.held or later or another):
+            return
+        pace, telling = self._refutes[copy.endpoint]
+        if not pace.take(1, now):
+            self._journal.count("refutations_put_off")
+            return
+        first = telling.take(1, now)
+        # Two nodes of one name and other sets that go on refuting must not meet in one incarnation.
+        copy.incarnation = min(entry.incarnation + (1 if first else 1 + copy.mark), MAX_INCARNATION)
+        self._journal.count("refutations")
+        self._tempo.stir(now)
+        if first:
             reason = f"incarnation {entry.incarnation} was used before, or another node has this name"
             self._journal.tell(ReplicaChanged(copy.endpoint, "refuted", reason))
 
     def _bury(self, entry: VectorEntry, now: float) -> None:
         """Take an endpoint's last word: the endpoint has left."""
-        copy = self.copies.get(entry.endpoint)
-        if copy is None or entry.incarnation < copy.incarnation:
+        copy, heard_at = self.copies.get(entry.endpoint), now - entry.age_ms / 1000
+        if copy is None:
+            left = self.left.get(entry.endpoint)
+            self._remember(entry)
+            if left is not None and owner_of(entry.endpoint) != self.node and entry.incarnation > left.incarnation:
+                self.left[entry.endpoint] = Left(entry.incarnation, heard_at)
+            return
+        if entry.incarnation < copy.incarnation:
             return
         if copy.mine:
             self._defend(copy, entry, now)
             return
-        heard_at = now - entry.age_ms / 1000
         copy.incarnation, copy.heartbeat = entry.incarnation, LAST_BEAT
         self.forget(entry.endpoint, "left")
         while len(self.left) >= self._settings.max_endpoints:

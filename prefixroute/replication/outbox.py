@@ -109,6 +109,15 @@ class Outbox:
         if burst.too_long:
             self._journal.count("updates", "too_long", burst.too_long)
 
+    def ask(self, address: Hashable, life: int, nonce: int) -> None:
+        """Ask who is at an address, or whether this life is: a SYN of no endpoints, which is answered by as little."""
+        domain, contact = self._domain.fields(), self.settings.contact
+        self.put(address, life, Kind.SYN, Message(self._node, nonce, domain=domain, contact=contact))
+
+    def challenge(self, address: Hashable, life: int, nonce: int, echo: int) -> None:
+        """Ask a life to prove that it takes datagrams at an address."""
+        self.put(address, life, Kind.SYN_ACK, Message(self._node, nonce, echo))
+
     def put(
         self, address: Hashable, life: int, kind: Kind, head: Message, entries: Parts = (), updates: Parts = ()
     ) -> int:

@@ -3,7 +3,7 @@
 Rules:
 1. A peer is judged by its own words to this node, not by what relays say of it: when they stop, forwards to it will
    hardly arrive.
-2. A node that was itself paused heard nobody, and blames nobody for that time (`Tempo.awake_at`).
+2. A node that was itself paused heard nobody, and blames nobody for that time: silences are counted without it.
 3. A peer that the caller added stays until the caller removes it. One that gossip made a peer is forgotten when it is
    silent and owns no endpoint.
 4. Gossip makes no more peers than `max_endpoints`, and none that the caller has removed.
@@ -34,6 +34,9 @@ from .limits import Limits
 MAX_REMOVED = 4096
 """Nodes that are remembered after the caller removed them."""
 
+MAX_PAUSES = 256
+"""Pauses that are subtracted from silences. Each lasted half of `suspect_after_s` at least: minutes in all."""
+
 QUIET_AFTER_S = 1.0
 
 SLOWER = 1.25
@@ -43,7 +46,7 @@ SLOWER = 1.25
 class Tempo:
     """When the next exchange and the next heartbeat are due."""
 
-    __slots__ = ("_settings", "awake_at", "beat_at", "last_at", "news_at", "next_at", "spacing_s")
+    __slots__ = ("_pauses", "_settings", "beat_at", "last_at", "news_at", "next_at", "spacing_s")
 
     def __init__(self, settings: GossipSettings, now: float) -> None:
         self._settings = settings
@@ -55,8 +58,8 @@ class Tempo:
         """When the last exchange began."""
         self.news_at = now
         """When there was last anything new but heartbeats."""
-        self.awake_at = float("-inf")
-        """When this node last found that it had been paused: it heard nobody before."""
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=MAX_PAUSES)
+        """When each pause of this node began and ended."""
 
     def beats(self, now: float) -> bool:
         """Whether this exchange begins a round; if so the next round is set."""
@@ -69,10 +72,20 @@ class Tempo:
 
     def wakes(self, now: float) -> bool:
         """Whether a timer that should have fired shows, for the first time, that this node was paused until now."""
-        if now - self.next_at <= 0.5 * self._settings.suspect_after_s or self.awake_at >= self.next_at:
+        began = max(self.next_at, self._pauses[-1][1]) if self._pauses else self.next_at
+        if now - began <= 0.5 * self._settings.suspect_after_s:
             return False
-        self.awake_at = now
+        self._pauses.append((began, now))
         return True
+
+    def silence_s(self, heard_at: float, now: float) -> float:
+        """Return how long nothing was heard since `heard_at`, without the pauses of this node. O(pauses since then)."""
+        silence_s = now - heard_at
+        for began, ended in reversed(self._pauses):
+            if ended <= heard_at:
+                break
+            silence_s -= ended - max(began, heard_at)
+        return silence_s
 
     def went(self, n_peers: int, now: float) -> None:
         """Note that an exchange began, and set the next one."""
@@ -88,6 +101,10 @@ class Tempo:
     def stir(self, now: float) -> None:
         """Note that there is news: the pace is the full one from now on."""
         self.news_at = now
+        self.hurry(now)
+
+    def hurry(self, now: float) -> None:
+        """Begin the next exchange within a round, whatever the pace is."""
         self.next_at = min(self.next_at, max(now, self.last_at + self._settings.interval_s))
 
 
@@ -116,7 +133,8 @@ class Peers(dict[str, Peer]):
         if peer is None:
             peer = self[node] = Peer(node, address, now, self._limits)
             self._tempo.stir(now)
-        peer.address, peer.learnt = address, False
+        peer.address = peer.home = address
+        peer.learnt = False
         self._limits.proved(address)
         self._changed.add(node)
         return peer
@@ -135,6 +153,8 @@ class Peers(dict[str, Peer]):
     def learn(self, node: str, contact: str, now: float) -> Peer | None:
         """Add a peer by hearsay, if that is wanted; return the node's peer, None if it is none."""
         known = self.get(node)
+        if known is not None:
+            known.contact = contact or known.contact
         if known is not None or not self.would_learn(node, contact):
             return known
         peer = self[node] = Peer(node, contact, now, self._limits, learnt=True)
@@ -149,11 +169,28 @@ class Peers(dict[str, Peer]):
             return False
         return len(self) < self._settings.max_endpoints
 
+    def introduce(self, node: str, address: Hashable, now: float) -> Peer:
+        """Add the node that has answered at an address that the caller gave without a name."""
+        peer = self.add(node, address, now)
+        self._journal.tell(PeerChanged(node, "learnt", f"it answered at {address!r}"))
+        return peer
+
+    def moved(self, peer: Peer, address: Hashable, now: float) -> None:
+        """Note that a peer is at another address now: it has proved so, and answers nowhere else."""
+        reason = f"it answers at {address!r}, and no longer at {peer.address!r}"
+        peer.address, peer.unanswered, peer.rtt_s, peer.same_domain = address, 0, None, False
+        peer.probes.clear()
+        peer.searched.clear()
+        self._limits.proved(address)
+        self._changed.add(peer.node)
+        self._tempo.stir(now)
+        self._journal.count("peers_moved")
+        self._journal.tell(PeerChanged(peer.node, "moved", reason))
+
     def heard_from(self, peer: Peer, now: float) -> None:
         """Note that a peer itself spoke."""
         if peer.state == "heard":
-            if peer.heard_at >= self._tempo.awake_at:
-                peer.rhythm.note(now - peer.heard_at)
+            peer.rhythm.note(self._tempo.silence_s(peer.heard_at, now))
         else:
             peer.state = "heard"
             self._tempo.stir(now)
@@ -164,7 +201,7 @@ class Peers(dict[str, Peer]):
     def sweep(self, owners: Container[str], now: float) -> None:
         """Suspect and forget peers that were silent while this node listened; `owners` have endpoints. O(peers)."""
         for peer in list(self.values()):
-            silence = now - max(peer.heard_at, self._tempo.awake_at)
+            silence = self._tempo.silence_s(peer.heard_at, now)
             # Each peer speaks in its turn: that it misses four turns is rare.
             least = max(self._settings.suspect_after_s, 4 * len(self) * self._tempo.spacing_s)
             most = max(least, self._settings.forget_after_s)

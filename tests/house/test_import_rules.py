@@ -48,7 +48,7 @@ CROSSING: dict[tuple[str, str], set[str]] = {
 FACADE = ("settings", "stats", "node")
 """What puts the parts together: the rest of the core."""
 
-EDGES = {"aio", "metrics", "testing"}
+EDGES = {"aio", "metrics", "resolver", "testing"}
 """Modules of the package that are no part of the core."""
 
 FOLDERS = {"analyze", "cli", "emulator", "plan", "sim"}

@@ -128,7 +128,7 @@ def test_a_udp_transport_carries_datagrams_between_its_addresses() -> None:
         assert await b.receive() == (b"two", a.address)
         with pytest.raises(UsageError, match=r"a UDP address is \(host, port\)"):
             await a.send(7001, b"three")
-        for contact in ("", "localhost:1", "127.0.0.1", "127.0.0.1:", "127.0.0.1:0", "127.0.0.1:99999", "[::1]:x"):
+        for contact in ("", "127.0.0.1", "127.0.0.1:", "127.0.0.1:0", "127.0.0.1:99999", "[::1]:x"):
             with pytest.raises(OSError, match="no numeric host:port"):
                 await a.send(contact, b"four")
         await a.close()

@@ -20,6 +20,9 @@ from .network import Network
 MAX_NODES = 6
 FIRST_INCARNATION = 100
 
+PLACES = ("p0", "p1", "p2", "p3", "p4", "p5", "p6", "p7")
+"""Addresses beside the names of nodes: more than nodes, so that one is free, and few, so that each is used again."""
+
 
 class ScheduleWorld:
     """A network and what a schedule must remember of it: which incarnation each node or second endpoint had last."""
@@ -27,6 +30,8 @@ class ScheduleWorld:
     def __init__(self, seed: int, nodes: int, settings: NodeSettings, *, trace: bool = False) -> None:
         self.net = Network(seed, CALM, settings, trace=trace)
         self.lives: dict[str, int] = {}
+        self.places: dict[str, str] = {}
+        """Where each node was last."""
         self.retired: set[str] = set()
         for i in range(nodes):
             self.start(f"n{i}", FIRST_INCARNATION)
@@ -36,15 +41,23 @@ class ScheduleWorld:
         """All names that nodes ever had."""
         return [name for name in self.lives if "/" not in name]
 
-    def start(self, name: str, incarnation: int) -> None:
-        """Start a node under this incarnation."""
-        self.lives[name] = max(incarnation, 1)
+    def start(self, name: str, incarnation: int, address: str = "") -> None:
+        """Start a node under this incarnation, at its last address if it is given none.
+
+        Nobody is told where a node is that it knows already: they have to find out.
+        """
         settings = self.net.settings
+        self.lives[name] = max(incarnation, 1)
+        last = address or self.places.get(name, name)
+        address = self.places[name] = next(at for at in (last, name, *PLACES) if at not in self.net.addresses)
         if settings.learn_peers:
-            settings = dataclasses.replace(settings, contact=name)
+            settings = dataclasses.replace(settings, contact=address)
+        self.net.add(name, incarnation=self.lives[name], settings=settings, mutual=False, address=address)
         # Who was told that a node is gone for good must be told that it is back.
-        mutual = not settings.learn_peers or name in self.retired
-        self.net.add(name, incarnation=self.lives[name], settings=settings, mutual=mutual)
+        if not settings.learn_peers or name in self.retired:
+            for other, node in self.net.nodes.items():
+                if other != name and name not in node.stats(self.net.read(other)).peers:
+                    self.net.act(other, lambda node, now: node.add_peer(name, address, now))
 
 
 def _engine(method: str) -> Callable[..., None]:
@@ -66,6 +79,19 @@ def _restart(world: ScheduleWorld, name: str, step: int) -> None:
     if name in world.net.nodes:
         world.net.stop(name)
         world.start(name, world.lives[name] + step)
+
+
+def _move(world: ScheduleWorld, name: str, step: int, place: str) -> None:
+    """Restart a node at another address, or start it there."""
+    if name in world.lives and place not in world.net.addresses:
+        if name in world.net.nodes:
+            world.net.stop(name)
+        world.start(name, world.lives[name] + step, place)
+
+
+def _stall(world: ScheduleWorld, name: str, run_s: float, stand_s: float) -> None:
+    if name in world.net.nodes:
+        world.net.stall(name, run_s, stand_s)
 
 
 def _stop(world: ScheduleWorld, name: str) -> None:
@@ -163,6 +189,9 @@ ACTIONS: dict[str, Action] = {
     "engine-restart": Action((str,), 3, lambda r, n: (r.choice(n),), _engine("restart")),
     "engine-gap": Action((str, int), 3, lambda r, n: (r.choice(n), _blocks(r)), _engine("lose")),
     "restart": Action((str, int), 6, lambda r, n: (r.choice(n), r.choice((1, 1, 0, -1))), _restart),
+    "move": Action(
+        (str, int, str), 4, lambda r, n: (r.choice(n), r.choice((1, 1, 0, -1)), r.choice((*PLACES, *n))), _move
+    ),
     "stop": Action((str,), 2, lambda r, n: (r.choice(n),), _stop),
     "start": Action((str,), 4, lambda r, n: (r.choice([*n, f"n{len(n)}"]),), _start),
     "retire": Action((str,), 1, lambda r, n: (r.choice(n),), _retire),
@@ -174,6 +203,9 @@ ACTIONS: dict[str, Action] = {
     "heal": Action((), 6, lambda r, n: (), lambda world: world.net.heal()),
     "pause": Action((str, str), 3, lambda r, n: (r.choice(n), r.choice(("waits", "is-lost"))), _pause),
     "resume": Action((str,), 6, lambda r, n: (r.choice(n),), lambda world, name: world.net.resume(name)),
+    "stall": Action(
+        (str, float, float), 2, lambda r, n: (r.choice(n), r.choice((0.1, 0.7)), r.choice((0.3, 1.3, 4.0))), _stall
+    ),
     "jump": Action((str, float), 2, lambda r, n: (r.choice(n), r.choice((0.05, 0.5, 5.0, 1000.0))), _jump),
     "links": Action(
         (float,) * 5,

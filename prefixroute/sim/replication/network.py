@@ -6,7 +6,8 @@ Rules:
    number of nodes.
 3. A node reads its own clock: virtual time plus an offset that jumps forward only. A wall clock that goes back shows as
    an incarnation that goes back when the node starts anew.
-4. A datagram still arrives when its sender has stopped; it goes to the node that has the address at that moment.
+4. A datagram still arrives when its sender has stopped; it goes to the node that has the address at that moment. Links
+   and partitions are between nodes, wherever they are. A node's address is its name, unless it is told another.
 """
 
 from __future__ import annotations
@@ -53,16 +54,19 @@ class Happening(NamedTuple):
 class Host:
     """A running node and what surrounds it: its clock, its timer, what waits in its socket while it is paused."""
 
-    __slots__ = ("buffer", "buffers", "clock", "due", "node", "offset", "own", "timers")
+    __slots__ = ("address", "buffer", "buffers", "clock", "due", "node", "offset", "own", "stall", "timers")
 
-    def __init__(self, node: Node, own: set[str], offset: float, clock: float) -> None:
+    def __init__(self, node: Node, address: str, own: set[str], offset: float, clock: float) -> None:
         self.node = node
+        self.address = address
+        self.stall: tuple[float, float] | None = None
+        """Seconds that it runs and stands still in turn, None while it does not stall."""
         self.own = own
         self.offset = offset
         self.clock = clock
         self.due: float | None = None
         self.buffers = True
-        self.buffer: list[tuple[bytes, str]] = []
+        self.buffer: list[tuple[bytes, str, str]] = []
         self.timers = (0.0, 0)
 
 
@@ -79,6 +83,8 @@ class Network:
         self.links: dict[tuple[str, str], Link] = {}
         self.settings = settings or NodeSettings()
         self.hosts: dict[str, Host] = {}
+        self.addresses: dict[str, str] = {}
+        """Address -> name of the running node that has it."""
         self.nodes: dict[str, Node] = {}
         self.engines: dict[str, Engine] = {}
         self.oracle = Oracle()
@@ -114,11 +120,14 @@ class Network:
         peers: Iterable[str] | None = None,
         offset: float = 0.0,
         mutual: bool = True,
+        address: str = "",
     ) -> Node:
         """Start a node, or start it anew; it and all others (or `peers`) become peers of each other.
 
         Without `mutual` the others are not told: they learn of it, if their settings let them.
         """
+        address = address or name
+        self.addresses[address] = name
         rng = self._generator(name)
         clock = self.now + offset
         node = Node(name, domain, rng=rng, now=clock, settings=settings or self.settings)
@@ -129,11 +138,11 @@ class Network:
             own.add(endpoint)
         for other in list(self.nodes) if peers is None else peers:
             if other != name:
-                node.add_peer(other, other, clock)
+                node.add_peer(other, self.address(other), clock)
                 if mutual and other in self.nodes:
-                    self.nodes[other].add_peer(name, name, self.read(other))
+                    self.nodes[other].add_peer(name, address, self.read(other))
         self.oracle.started(name, own)
-        host = self.hosts[name] = Host(node, own, offset, clock)
+        host = self.hosts[name] = Host(node, address, own, offset, clock)
         self.nodes[name] = node
         self.told.setdefault(name, [])
         self._acted(name, host)
@@ -171,11 +180,16 @@ class Network:
     def stop(self, name: str) -> None:
         """End a node without a word."""
         host = self.hosts.pop(name)
-        del self.nodes[name]
+        del self.addresses[host.address], self.nodes[name]
         for endpoint in [endpoint for endpoint, engine in self.engines.items() if engine.node is host.node]:
             del self.engines[endpoint]
         self.paused.discard(name)
         self.oracle.stopped(name)
+
+    def address(self, name: str) -> str:
+        """Return where a node is; a name that does not run is its own address."""
+        host = self.hosts.get(name)
+        return host.address if host is not None else name
 
     def _generator(self, name: str) -> random.Random:
         """One of its own for each life of a node or an engine: what others draw does not change what it draws."""
@@ -207,6 +221,27 @@ class Network:
     def resume(self, name: str) -> None:
         """Let a node go on."""
         self.paused.discard(name)
+        if name in self.hosts:
+            self.hosts[name].stall = None
+
+    def stall(self, name: str, run_s: float, stand_s: float) -> None:
+        """Let a node run for `run_s` and stand still for `stand_s`, in turn, until it is told to go on."""
+        host = self.hosts[name]
+        if host.stall is None:
+            self._agenda.plan(self.now + run_s, self._stall, host)
+        host.stall = run_s, stand_s
+
+    def _stall(self, host: Host, now: float) -> None:
+        name = host.node.node
+        if host.stall is None or self.hosts.get(name) is not host:
+            return
+        stands, (run_s, stand_s) = name not in self.paused, host.stall
+        if stands:
+            self.pause(name)
+        else:
+            self.paused.discard(name)
+            self._wake()
+        self._agenda.plan(now + (stand_s if stands else run_s), self._stall, host)
 
     # --- paths ---------------------------------------------------------------------------------------------
 
@@ -234,6 +269,8 @@ class Network:
         self.links.clear()
         self.blocked.clear()
         self.paused.clear()
+        for host in self.hosts.values():
+            host.stall = None
 
     # --- time ----------------------------------------------------------------------------------------------
 
@@ -246,8 +283,8 @@ class Network:
         self._agenda.skip_to(until)
 
     def inject(self, to: str, data: bytes, source: str) -> None:
-        """Deliver bytes at once."""
-        self._deliver((to, data, source), self.now)
+        """Deliver bytes at once to the node `to`, from the address `source`."""
+        self._deliver((self.address(to), data, source, self.addresses.get(source, source)), self.now)
 
     def recent(self) -> list[Happening]:
         """Return the last deliveries, and the last events that nodes told, in order of time."""
@@ -271,8 +308,8 @@ class Network:
             timer_first = self.rng.random() < 0.5
             if timer_first:
                 self._plan(name, host)
-            for data, source in host.buffer:
-                self._send(self.now, name, data, source)
+            for data, source, sender in host.buffer:
+                self._send(self.now, host.address, data, source, sender)
             host.buffer = []
             if not timer_first:
                 host.due = None
@@ -304,14 +341,15 @@ class Network:
         self._guarded(name, Node.handle_timer, host.node, clock)
         self._acted(name, host)
 
-    def _deliver(self, datagram: tuple[str, bytes, str], now: float) -> None:
-        to, data, source = datagram
+    def _deliver(self, datagram: tuple[str, bytes, str, str], now: float) -> None:
+        address, data, source, sender = datagram
+        to = self.addresses.get(address, "")
         host = self.hosts.get(to)
-        if host is None or (source, to) in self.blocked:
+        if host is None or (sender, to) in self.blocked:
             return
         if to in self.paused:
             if host.buffers:
-                host.buffer.append((data, source))
+                host.buffer.append((data, source, sender))
             return
         self.deliveries += 1
         self._heard.append(Happening(self.now, "hears from", to, source, len(data)))
@@ -337,7 +375,7 @@ class Network:
             self._tales.extend(Happening(self.now, "tells", name, event, 0) for event in told)
         self.oracle.acted(name, node, host.own, out, told, self.now)
         for address, data in out:
-            self._carry(name, str(address), data)
+            self._carry(name, self.addresses.get(str(address), ""), data)
         if name not in self.paused:
             self._plan(name, host)
 
@@ -355,10 +393,10 @@ class Network:
             return
         link = self.links.get((source, to), self.link) if self.links else self.link
         for delay in link.delays(self.rng):
-            self._send(self.now + delay, to, data, source)
+            self._send(self.now + delay, self.hosts[to].address, data, self.hosts[source].address, source)
 
-    def _send(self, at: float, to: str, data: bytes, source: str) -> None:
-        self._agenda.plan(at, self._deliver, (to, data, source))
+    def _send(self, at: float, to: str, data: bytes, source: str, sender: str) -> None:
+        self._agenda.plan(at, self._deliver, (to, data, source, sender))
         if at > self.last_arrival:
             self.last_arrival = at
 
