@@ -4,11 +4,14 @@ Each node mirrors its own engine's KV cache exactly, nodes gossip compact digest
 decides by itself, in microseconds, whether to serve it or to forward it once. Start at `Node`.
 """
 
+from _thread import get_ident
+
 from .errors import DecodeError, PrefixRouteError, UsageError
 from .events import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    ClockJumped,
     ContentSpan,
     DatagramRejected,
     DomainMismatch,
@@ -24,6 +27,7 @@ from .events import (
     StreamRestarted,
     UnknownEvent,
 )
+from .endpoint.table import EndpointHandle
 from .fairness import Entry, FairQueue, FairSettings, FairStats
 from .keys.chain import TokenChain
 from .keys.domain import Domain
@@ -43,6 +47,9 @@ from .stats import Digest, EndpointStats, NodeStats, RoundTrip, TenantStats
 
 __version__ = "0.1.0"
 
+# The core imports no thread: which one calls a node is asked of the interpreter here, and only compared there.
+Node.thread_id = staticmethod(get_ident)
+
 __all__ = [
     "EVERYBODY",
     "POLICIES",
@@ -52,6 +59,7 @@ __all__ = [
     "BlocksStored",
     "Candidate",
     "Choice",
+    "ClockJumped",
     "ContentSpan",
     "Datagram",
     "DatagramRejected",
@@ -60,6 +68,7 @@ __all__ = [
     "Digest",
     "Domain",
     "DomainMismatch",
+    "EndpointHandle",
     "EndpointStats",
     "EngineBatch",
     "EngineEvent",

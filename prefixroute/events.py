@@ -223,7 +223,8 @@ class PushBackChanged:
 @dataclass(frozen=True, slots=True)
 class ResidencyChanged:
     """A local endpoint's residency became ``partial``, ``exact`` or ``restarted``, its engine is ``silent``, more of
-    its blocks are live than it has (``inflated``), or events of another rank came to it (``mixed``); and why.
+    its blocks are live than it has (``inflated``), events of another rank came to it (``mixed``), or events that cannot
+    be used (``faulty``); and why.
     """
 
     endpoint: str
@@ -231,8 +232,22 @@ class ResidencyChanged:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class ClockJumped:
+    """A reading of the caller's clock was `by_s` seconds off what was to be expected; what that was taken for."""
+
+    by_s: float
+    reason: str
+
+
 NodeEvent: TypeAlias = (
-    DatagramRejected | DomainMismatch | PeerChanged | ReplicaChanged | PushBackChanged | ResidencyChanged
+    DatagramRejected
+    | DomainMismatch
+    | PeerChanged
+    | ReplicaChanged
+    | PushBackChanged
+    | ResidencyChanged
+    | ClockJumped
 )
 
 MAX_EVENTS = 1024
