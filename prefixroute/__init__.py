@@ -6,6 +6,7 @@ decides by itself, in microseconds, whether to serve it or to forward it once. S
 
 from _thread import get_ident
 
+from .endpoint.table import EndpointHandle
 from .errors import DecodeError, PrefixRouteError, UsageError
 from .events import (
     BlocksCleared,
@@ -27,7 +28,6 @@ from .events import (
     StreamRestarted,
     UnknownEvent,
 )
-from .endpoint.table import EndpointHandle
 from .fairness import Entry, FairQueue, FairSettings, FairStats
 from .keys.chain import TokenChain
 from .keys.domain import Domain

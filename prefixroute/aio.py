@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from ipaddress import ip_address
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from typing_extensions import Self
 
@@ -263,7 +263,7 @@ class Driver:
         """Stop the driver and close its transport; what was not sent is dropped. Safe to repeat."""
         self._running = False
         tasks, self._tasks = self._tasks, []
-        ending = [*tasks, *self._sends]
+        ending: list[asyncio.Future[Any]] = [*tasks, *self._sends]
         for task in ending:
             task.cancel()
         try:

@@ -11,9 +11,9 @@
 
 Rules:
 1. What is refused raises `UsageError` and changes nothing: the next reading of the right clock goes on.
-2. No clock is locked out for ever. Readings that go on by themselves for `STAYS_S` (`FAR_STAYS_S` where they are
-   refused), without one of the old clock in between, are of a clock that was set: node time goes on from where it
-   stood, so nothing grows older by the step.
+2. No clock is locked out for ever. Readings that go on by themselves, without one of the old clock in between, are of a
+   clock that was set: those of the timer for `STAYS_S`, since its caller reads the clock right before it; any that are
+   refused for `FAR_STAYS_S`. Node time goes on from where it stood, so nothing grows older by the step.
 3. What a node tells its caller, as when its timer is due, is in readings again (`reading_of`).
 """
 
@@ -69,13 +69,17 @@ class NodeClock:
         """The last one that was taken."""
         self._offset = 0.0
         """Node time less reading: grows when the clock is set back."""
-        self._doubt: tuple[float, float] | None = None
-        """The first and the last of the readings since the last that was taken, if they are of another clock."""
+        self._doubt: tuple[float, float, bool] | None = None
+        """Of readings since the last that was taken that may be of another clock, the first and the last, and whether
+        they tell that it stays: those of the timer, and those that are far off."""
         self._told_at = float("-inf")
         self._journal = journal
 
-    def read(self, now: float) -> float:
-        """Return the node time of a reading. Raises `UsageError` for one that cannot be of this node's clock."""
+    def read(self, now: float, timer: bool = False) -> float:
+        """Return the node time of a reading; `timer` says that it was taken for the node's timer.
+
+        Raises `UsageError` for one that cannot be of this node's clock.
+        """
         try:
             if 0.0 <= now - self._reading <= LONG_S:
                 self._reading = now
@@ -84,14 +88,17 @@ class NodeClock:
                 return now + self._offset
         except (TypeError, ValueError, ArithmeticError):
             pass
-        return self._odd(checked_reading(now))
+        return self._odd(checked_reading(now), timer)
 
     def reading_of(self, at: float) -> float:
-        """Return the reading at which it is `at`; soon, while it is not known which clock is right."""
+        """Return the reading at which it is `at`; soon, while it is not known which clock is right: the timer tells."""
         reading = at - self._offset
-        return reading if self._doubt is None else min(reading, self._doubt[1] + STAYS_S)
+        if self._doubt is None:
+            return reading
+        first, _, telling = self._doubt
+        return min(reading, first + STAYS_S if telling else first)
 
-    def _odd(self, now: float) -> float:
+    def _odd(self, now: float, timer: bool) -> float:
         """Judge a reading that is not just a little later than the last."""
         step, unit = now - self._reading, self._unit(now)
         far = unit != "" or not -FAR_S <= step <= FAR_S
@@ -99,16 +106,20 @@ class NodeClock:
             self._jumped(step, "a long pause")
             self._reading, self._doubt = now, None
             return now + self._offset
-        first, last = self._doubt or (now, now)
-        if not last <= now <= last + LONG_S:
+        begins = self._doubt is None
+        first, last, telling = self._doubt or (now, now, False)
+        if not telling or not last <= now <= last + LONG_S:
             first = now
-        if now - first >= 0.99 * (FAR_STAYS_S if far else STAYS_S):
+        if not far and not timer:
+            self._doubt = self._doubt if telling else (now, now, False)
+        elif now - first >= 0.99 * (FAR_STAYS_S if far else STAYS_S):
             # Exactly as long as the new readings measured: nothing is lost either.
             self._offset += self._reading - first
             self._reading, self._doubt = now, None
             self._journal.count("clock_sets")
             return now + self._offset
-        begins, self._doubt = self._doubt is None or first == now, (first, now)
+        else:
+            self._doubt = (first, now, True)
         if not far:
             self._journal.count("clock_behind")
             if begins and step < -TOLD_S:

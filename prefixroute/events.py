@@ -241,13 +241,7 @@ class ClockJumped:
 
 
 NodeEvent: TypeAlias = (
-    DatagramRejected
-    | DomainMismatch
-    | PeerChanged
-    | ReplicaChanged
-    | PushBackChanged
-    | ResidencyChanged
-    | ClockJumped
+    DatagramRejected | DomainMismatch | PeerChanged | ReplicaChanged | PushBackChanged | ResidencyChanged | ClockJumped
 )
 
 MAX_EVENTS = 1024

@@ -62,7 +62,9 @@ class LoadReport:
         if not isinstance(self.reason, str):
             raise UsageError(f"LoadReport.reason is a text, got {self.reason!r:.60}")
         if not isinstance(self.refusing, bool) or not isinstance(self.asleep, bool):
-            raise UsageError(f"LoadReport.refusing and .asleep are True or False, got {self.refusing!r}, {self.asleep!r}")
+            raise UsageError(
+                f"LoadReport.refusing and .asleep are True or False, got {self.refusing!r}, {self.asleep!r}"
+            )
 
 
 class Advert(NamedTuple):

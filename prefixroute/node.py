@@ -9,9 +9,9 @@ engine sends raises.
     server      route(prompt, now) -> Decision        first_token(decision, now)   report(decision, outcome, now)
     operator    events()   counters   stats(now)      explain(decision)
 
-`now` is a reading of one clock in seconds, the same for all calls; only differences matter (`clock`). One thread calls a
-node: that of the first call, or which last called `take_over`; any other gets a `UsageError`. `prefixroute.threads` has
-a node for many.
+`now` is a reading of one clock in seconds, the same for all calls; only differences matter (`clock`). One thread calls
+a node: that of the first call, or which last called `take_over`; any other gets a `UsageError`. For many threads there
+is `prefixroute.threads`.
 
 No call takes long, a few milliseconds at most: what is large is done in slices. While a slice is left to do the timer
 is due at once, and `handle_timer` does one of each kind. These are all the backlogs that a node has:
@@ -67,7 +67,7 @@ class Node:
     """
 
     thread_id: ClassVar[Callable[[], int]] = staticmethod(int)
-    """Names the calling thread: 40 ns a call. Set by the package: no part of the core knows threads, or waits for one."""
+    """Names the calling thread, in 40 ns. Set by the package: no part of the core knows threads, or waits for one."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Node:
 
     def take_over(self) -> None:
         """Take the calls of this thread from now on, and no other's. The other one must have ended its last call."""
-        self._thread = self.thread_id()
+        self._thread = type(self).thread_id()
 
     # --- membership ----------------------------------------------------------------------------------------
 
@@ -132,11 +132,12 @@ class Node:
         incarnation: int,
         now: float,
         credited: Sequence[str] = ("gpu", "cpu"),
-    ) -> EndpointHandle:
+    ) -> str:
         """Own an endpoint (an engine, or one data-parallel rank of it); return its id, "node/name".
 
-        The id is a handle of this life of the endpoint: what comes with it after `remove_endpoint`, even when the name
-        is there again, is counted and dropped. Its text form means whichever life there is. `incarnation` orders the lives of the endpoint's process: wall-clock nanoseconds at its start will do, since an
+        The id is an `EndpointHandle` of this life of the endpoint: what comes with it after `remove_endpoint`, even
+        when the name is there again, is counted and dropped. Its plain text means whichever life there is.
+        `incarnation` orders the lives of the endpoint's process: wall-clock nanoseconds at its start will do, since an
         owner that meets a later one of itself moves past it. `url` is where peers forward to, opaque here.
         """
         now = self._at(now)
@@ -243,7 +244,7 @@ class Node:
 
         O(endpoints), or O(endpoints log endpoints) once a round.
         """
-        now = self._at(now)
+        now = self._at(now, timer=True)
         self._table.begin(now)
         # In turn, so that neither waits for ever where the timer is handled at its own pace.
         if now < self._tempo.next_at or (self._gossiped and self._behind()):
@@ -418,17 +419,17 @@ class Node:
 
     # --- what goes on behind -------------------------------------------------------------------------------
 
-    def _at(self, now: float) -> float:
+    def _at(self, now: float, timer: bool = False) -> float:
         """Begin a call: return its node time. Raises `UsageError` for another thread, and for another clock."""
-        if self.thread_id() != self._thread:
+        if type(self).thread_id() != self._thread:
             if self._thread:
                 raise UsageError(
                     f"node {self.node!r} is called from two threads, and not made for it: call it from one alone (in a "
                     "server with asyncio: from `async def` handlers), or wrap it once in "
                     "prefixroute.threads.ThreadSafeNode(node); `take_over` moves it to the calling thread for good"
                 )
-            self._thread = self.thread_id()
-        return self._clock.read(now)
+            self._thread = type(self).thread_id()
+        return self._clock.read(now, timer)
 
     def _behind(self) -> bool:
         """Whether anything is left to do in slices."""

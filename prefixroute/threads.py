@@ -18,6 +18,7 @@ decides some 50,000 times a second in all, as the interpreter runs one thread at
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from threading import RLock
 from typing import Any
@@ -35,9 +36,10 @@ class ThreadSafeNode(Node):
     `UsageError` for what is no node.
     """
 
-    _lock: RLock  # type: ignore[valid-type]  # a function before Python 3.13
+    _lock: AbstractContextManager[bool]
 
     def __new__(cls, node: Node) -> Self:
+        """Make `node` one that many threads call, and return it."""
         if not isinstance(node, Node):
             raise UsageError(f"ThreadSafeNode wraps a Node: ThreadSafeNode(Node(...)), not {node!r:.60}")
         if isinstance(node, cls):
@@ -58,15 +60,14 @@ def _locked(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def call(self: ThreadSafeNode, *args: Any, **named: Any) -> Any:
-        with self._lock:  # type: ignore[attr-defined]
-            self._thread = self.thread_id()
+        with self._lock:
+            self._thread = type(self).thread_id()
             return method(self, *args, **named)
 
     return call
 
 
 for _name, _method in vars(Node).items():
-    if callable(_method) and (not _name.startswith("_") or _name == "_check"):
-        if _name != "thread_id":
-            setattr(ThreadSafeNode, _name, _locked(_method))
-ThreadSafeNode.counters = property(_locked(Node.counters.fget))  # type: ignore[assignment,arg-type]
+    if callable(_method) and _name != "thread_id" and (not _name.startswith("_") or _name == "_check"):
+        setattr(ThreadSafeNode, _name, _locked(_method))
+setattr(ThreadSafeNode, "counters", property(_locked(vars(Node)["counters"].fget)))  # noqa: B010 - mypy knows better

@@ -48,8 +48,8 @@ from ..replication.copies import Copy
 from ..replication.writer_set import OwnedSet
 from ..residency.mirror import Residency
 from ..routing.standing import LocalStanding
-from .intake import taken_in
 from .history import DEFAULT_CAPACITY_BLOCKS, RoutingHistory
+from .intake import taken_in
 from .publisher import Promise, Publisher
 
 SILENT_AFTER = 16

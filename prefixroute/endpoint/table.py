@@ -50,6 +50,7 @@ class EndpointHandle(str):
     """The node's own life, by chance, and the number of the endpoint's in it."""
 
     def __new__(cls, endpoint: str, life: tuple[int, int]) -> Self:
+        """Make the handle of one life of an endpoint; `Node.add_endpoint` does."""
         handle = super().__new__(cls, endpoint)
         handle.life = life
         return handle

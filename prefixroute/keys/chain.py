@@ -137,8 +137,8 @@ class TokenChain:
     `depth` is the number of full blocks. Make it with `Node.chain`. `key(1)` packs only the first block, so a
     prompt that nobody holds costs about a microsecond; any other depth costs one hash of at most 32 blocks and the
     boundaries below it, each hashed once. A list is read when its tokens are first needed, so it must not change. Its
-    first and last block are looked at with the first key; what is wrong between them raises `UsageError` when it is met,
-    or, once a node has taken the prompt, becomes its `fault` and raises no more.
+    first and last block are looked at with the first key; what is wrong between them raises `UsageError` when it is
+    met, or, once a node has taken the prompt, becomes its `fault` and raises no more.
     """
 
     __slots__ = (
