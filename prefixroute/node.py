@@ -150,7 +150,7 @@ class Node:
             raise UsageError(f"an endpoint's url is a text of at most 256 bytes, not {url!r}")
         if len(endpoint.encode(errors="replace")) > 80:
             raise UsageError("an endpoint's id has at most 80 bytes")
-        if isinstance(credited, str) or not all(isinstance(tier, str) for tier in credited):
+        if not isinstance(credited, (tuple, list)) or not all(isinstance(tier, str) for tier in credited):
             raise UsageError(f"credited must be a list of tiers, as ('gpu', 'cpu'), not {credited!r}")
         self._lives += 1
         handle = EndpointHandle(endpoint, (self._gossip.freshness.life, self._lives))
@@ -282,7 +282,8 @@ class Node:
         another one are refused. What cannot be an event (a store whose tokens do not fill its blocks, rubbish) is
         counted and told, and makes the residency partial.
         """
-        self._table.apply(endpoint, expect(batch, EngineBatch, "batch"), self._at(now))
+        expect(expect(batch, EngineBatch, "batch").events, (tuple, list), "EngineBatch.events")
+        self._table.apply(endpoint, batch, self._at(now))
 
     def set_load(self, endpoint: str, report: LoadReport, now: float) -> None:
         """Take a probe's report of the endpoint's engine. One that fell asleep has dropped its cache."""

@@ -195,9 +195,10 @@ class TokenChain:
         self.extras: dict[int, bytes] = {}
         """Block index -> digests of the content items that start in it."""
         if contents:
-            for item in contents:
-                if not isinstance(item, ContentSpan) or not isinstance(item.content_id, str):
-                    raise UsageError(f"contents must be ContentSpan(content_id, start), not {item!r:.60}")
+            for item in contents if isinstance(contents, Sequence) else (contents,):
+                sound = isinstance(item, ContentSpan) and isinstance(item.content_id, str)
+                if not sound or not isinstance(item.start, int):
+                    raise UsageError(f"contents must be a list of ContentSpan(content_id, start), not {item!r:.60}")
                 if not 0 <= item.start < max(self.n_tokens, 1):
                     raise UsageError(f"content {item.content_id!r} starts at {item.start}, outside the prompt")
             self.extras = block_extras(contents, spec.block_tokens)
