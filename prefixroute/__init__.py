@@ -4,12 +4,16 @@ Each node mirrors its own engine's KV cache exactly, nodes gossip compact digest
 decides by itself, in microseconds, whether to serve it or to forward it once. Start at `Node`.
 """
 
+from _thread import get_ident
+
+from .endpoint.table import EndpointHandle
 from .errors import DecodeError, PrefixRouteError, UsageError
 from .events import (
     AddressFailed,
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    ClockJumped,
     ContentSpan,
     DatagramRejected,
     DomainMismatch,
@@ -44,6 +48,9 @@ from .stats import Digest, EndpointStats, NodeStats, RoundTrip, TenantStats
 
 __version__ = "0.1.0"
 
+# The core imports no thread: which one calls a node is asked of the interpreter here, and only compared there.
+Node.thread_id = staticmethod(get_ident)
+
 __all__ = [
     "EVERYBODY",
     "POLICIES",
@@ -54,6 +61,7 @@ __all__ = [
     "BlocksStored",
     "Candidate",
     "Choice",
+    "ClockJumped",
     "ContentSpan",
     "Datagram",
     "DatagramRejected",
@@ -62,6 +70,7 @@ __all__ = [
     "Digest",
     "Domain",
     "DomainMismatch",
+    "EndpointHandle",
     "EndpointStats",
     "EngineBatch",
     "EngineEvent",

@@ -231,11 +231,20 @@ class PushBackChanged:
 @dataclass(frozen=True, slots=True)
 class ResidencyChanged:
     """A local endpoint's residency became ``partial``, ``exact`` or ``restarted``, its engine is ``silent``, more of
-    its blocks are live than it has (``inflated``), or events of another rank came to it (``mixed``); and why.
+    its blocks are live than it has (``inflated``), events of another rank came to it (``mixed``), or events that cannot
+    be used (``faulty``); and why.
     """
 
     endpoint: str
     state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClockJumped:
+    """A reading of the caller's clock was `by_s` seconds off what was to be expected; what that was taken for."""
+
+    by_s: float
     reason: str
 
 
@@ -247,6 +256,7 @@ NodeEvent: TypeAlias = (
     | ReplicaChanged
     | PushBackChanged
     | ResidencyChanged
+    | ClockJumped
 )
 
 MAX_EVENTS = 1024

@@ -15,7 +15,7 @@ from enum import IntEnum
 from math import inf
 from typing import NamedTuple
 
-from .errors import UsageError
+from .errors import UsageError, expect_plain, is_number
 
 DEFAULT_PREFILL_TOKENS_PER_S = 8000.0
 """A mid-size model on one current accelerator; used while no endpoint is known to have another rate."""
@@ -55,10 +55,16 @@ class LoadReport:
     def __post_init__(self) -> None:
         for name in ("running", "waiting", "queued_tokens", "prefill_tokens_per_s", "overhead_s", "capacity_tokens"):
             value = getattr(self, name)
-            if not 0 <= value < 2**63:
+            if not is_number(value) or not 0 <= value < 2**63:
                 raise UsageError(f"LoadReport.{name} must be 0 (not known) or positive and below 2**63, got {value!r}")
-        if not 0 <= self.kv_used <= 1:
+        if not is_number(self.kv_used) or not 0 <= self.kv_used <= 1:
             raise UsageError(f"LoadReport.kv_used is a share, 0 to 1, got {self.kv_used!r}")
+        if not isinstance(self.reason, str):
+            raise UsageError(f"LoadReport.reason is a text, got {self.reason!r:.60}")
+        if not isinstance(self.refusing, bool) or not isinstance(self.asleep, bool):
+            raise UsageError(
+                f"LoadReport.refusing and .asleep are True or False, got {self.refusing!r}, {self.asleep!r}"
+            )
 
 
 class Advert(NamedTuple):
@@ -98,5 +104,6 @@ class PushBackSettings:
     ttl_s: float = 2.0
 
     def __post_init__(self) -> None:
+        expect_plain(self)
         if not 0 <= self.leave_s < self.enter_s or self.ttl_s <= 0:
             raise UsageError("push-back needs 0 <= leave_s < enter_s and ttl_s > 0")

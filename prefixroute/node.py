@@ -9,7 +9,9 @@ engine sends raises.
     server      route(prompt, now) -> Decision        first_token(decision, now)   report(decision, outcome, now)
     operator    events()   counters   stats(now)      explain(decision)
 
-`now` is any clock in seconds that does not go back; only differences matter.
+`now` is a reading of one clock in seconds, the same for all calls; only differences matter (`clock`). One thread calls
+a node: that of the first call, or which last called `take_over`; any other gets a `UsageError`. For many threads there
+is `prefixroute.threads`.
 
 No call takes long, a few milliseconds at most: what is large is done in slices. While a slice is left to do the timer
 is due at once, and `handle_timer` does one of each kind. These are all the backlogs that a node has:
@@ -25,18 +27,19 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import inf
-from typing import Any
+from typing import Any, ClassVar
 
+from .clock import NodeClock
 from .endpoint.local import OwnSettings
-from .endpoint.table import EndpointTable
-from .errors import UsageError
+from .endpoint.table import EndpointHandle, EndpointTable
+from .errors import UsageError, expect
 from .events import DEFAULT_NAMESPACE, ContentSpan, EngineBatch, Journal, Namespace, NodeEvent
 from .keys.chain import STRIDE, ChainSpec, TokenChain
 from .keys.chain_memo import ChainMemo
 from .keys.domain import Domain, checked_secrets
-from .keys.names import checked_name, owner_of
+from .keys.names import checked_name, checked_tenant, owner_of
 from .load import LoadReport
 from .policy.interface import Policy
 from .policy.rent_or_buy import RentOrBuy
@@ -63,6 +66,9 @@ class Node:
     Raises `UsageError` for names and settings that cannot be used.
     """
 
+    thread_id: ClassVar[Callable[[], int]] = staticmethod(int)
+    """Names the calling thread, in 40 ns. Set by the package: no part of the core knows threads, or waits for one."""
+
     def __init__(
         self,
         node: str,
@@ -75,17 +81,26 @@ class Node:
         secrets: Sequence[bytes] = (),
     ) -> None:
         self.node = checked_name(node)
-        self.domain = domain
-        self.settings = settings or NodeSettings()
+        self.domain = expect(domain, Domain, "domain")
+        expect(rng, random.Random, "rng")
+        self.settings = NodeSettings() if settings is None else expect(settings, NodeSettings, "settings")
+        if policy is not None and (isinstance(policy, type) or not callable(getattr(policy, "choose", None))):
+            raise UsageError(f"policy must be a policy with a method `choose`, as RentOrBuy(), not {policy!r}")
         self.journal = Journal()
         """What this node tells and counts; a transport may count its own failures here."""
+        self._clock = NodeClock(now, self.journal)
+        self._thread = 0
+        """Whose calls are taken, 0 before the first."""
         self._spec = ChainSpec(domain.block_size, domain.mix)
         self._memo = ChainMemo(STRIDE * self._spec.block_bytes)
         self._root = domain.root_key(DEFAULT_NAMESPACE)
+        self._lives = 0
+        """Endpoints added so far."""
         self._gossiped = False
         """Whether the last timer went to gossip."""
         self._tallies = Tallies()
         settings, journal = self.settings, self.journal
+        now = self._clock.read(now)
         gate = Gate(settings.zone, settings.zones, journal) if settings.zone else None
         # Each node's flag lasts a little longer or shorter, so that not all are asked again at one moment.
         ttl_s = settings.push_back.ttl_s * rng.uniform(0.8, 1.2)
@@ -95,13 +110,17 @@ class Node:
         self._peers, self._members = self._gossip.peers, self._gossip.members
         self._tempo, self._outbox = self._gossip.tempo, self._gossip.outbox
         fleet, copies = Fleet(rng, gate), self._members.copies
-        self._table = EndpointTable(fleet, own, copies, self._peers, self._tempo.stir, now, journal)
+        self._table = EndpointTable(fleet, own, copies, self._peers, self._tempo.stir, now, journal, node)
         router = Router(policy or RentOrBuy(), self._table.index, fleet, domain.block_size, rng)
         bounds = FlightBounds(settings.outcome_timeout_s, settings.push_back.ttl_s, settings.max_in_flight)
         hooks = Hooks(self._served, self._table.begun, self._table.ended)
         self._flights = Flights(router, bounds, hooks, journal)
         if secrets:
             self.set_secrets(secrets)
+
+    def take_over(self) -> None:
+        """Take the calls of this thread from now on, and no other's. The other one must have ended its last call."""
+        self._thread = type(self).thread_id()
 
     # --- membership ----------------------------------------------------------------------------------------
 
@@ -116,38 +135,57 @@ class Node:
     ) -> str:
         """Own an endpoint (an engine, or one data-parallel rank of it); return its id, "node/name".
 
+        The id is an `EndpointHandle` of this life of the endpoint: what comes with it after `remove_endpoint`, even
+        when the name is there again, is counted and dropped. Its plain text means whichever life there is.
         `incarnation` orders the lives of the endpoint's process: wall-clock nanoseconds at its start will do, since an
         owner that meets a later one of itself moves past it. `url` is where peers forward to, opaque here.
         """
+        now = self._at(now)
         endpoint = f"{self.node}/{checked_name(name)}"
         if endpoint in self._table.locals:
             raise UsageError(f"endpoint {endpoint!r} was added already")
-        if not isinstance(incarnation, int) or not 0 < incarnation <= MAX_HEARSAY:
+        if isinstance(incarnation, bool) or not isinstance(incarnation, int) or not 0 < incarnation <= MAX_HEARSAY:
             raise UsageError("incarnation must be an int in 1 .. 2**62; time.time_ns() will do")
-        if len(url.encode()) > 256 or len(endpoint.encode()) > 80:
-            raise UsageError("an endpoint's url has at most 256 bytes and its id at most 80")
-        self._table.add(self._members.join(endpoint, incarnation, url, now), credited, now)
-        return endpoint
+        if not isinstance(url, str) or len(url.encode(errors="replace")) > 256:
+            raise UsageError(f"an endpoint's url is a text of at most 256 bytes, not {url!r}")
+        if len(endpoint.encode(errors="replace")) > 80:
+            raise UsageError("an endpoint's id has at most 80 bytes")
+        if not isinstance(credited, (tuple, list)) or not all(isinstance(tier, str) for tier in credited):
+            raise UsageError(f"credited must be a list of tiers, as ('gpu', 'cpu'), not {credited!r}")
+        self._lives += 1
+        handle = EndpointHandle(endpoint, (self._gossip.freshness.life, self._lives))
+        self._table.add(self._members.join(endpoint, incarnation, url, now), credited, now, handle.life)
+        return handle
 
     def remove_endpoint(self, endpoint: str, now: float) -> None:
         """Own an endpoint no longer: no work goes there any more, and peers hear that it has left."""
-        self._table.local(endpoint)
+        now = self._at(now)
+        if self._table.living(endpoint, "removals") is not None:
+            self._remove(str(endpoint), now)
+
+    def _remove(self, endpoint: str, now: float) -> None:
         self._table.begin(now)
         self._members.leave(endpoint, now)
         self._table.remove(endpoint)
 
     def leave(self, now: float) -> None:
         """Remove all endpoints and tell every peer at once; send what `datagrams_to_send` then returns, and stop."""
+        now = self._at(now)
         for endpoint in list(self._table.locals):
-            self.remove_endpoint(endpoint, now)
+            self._remove(endpoint, now)
         self._gossip.farewell(now)
 
     def add_peer(self, node: str, address: Hashable, now: float) -> None:
         """Gossip with another node at `address`, which is the transport's own and opaque here."""
-        if node == self.node:
+        now = self._at(now)
+        if checked_name(node) == self.node:
             raise UsageError("a node is no peer of itself")
+        try:
+            hash(address)
+        except TypeError:
+            raise UsageError(f"an address must be hashable, as a tuple (host, port), not {address!r}") from None
         self._table.begin(now)
-        self._peers.add(checked_name(node), address, now)
+        self._peers.add(node, address, now)
         self._follow(now)
 
     def seed(self, address: Hashable, now: float | None = None) -> None:
@@ -162,8 +200,9 @@ class Node:
 
     def remove_peer(self, node: str, now: float) -> None:
         """Stop gossiping with a node and forget its endpoints, whoever still speaks of them."""
+        now = self._at(now)
         self._table.begin(now)
-        if self._members.remove_peer(node):
+        if self._members.remove_peer(checked_name(node)):
             self._follow(now)
 
     def set_secrets(self, secrets: Sequence[bytes]) -> None:
@@ -174,10 +213,20 @@ class Node:
         """
         self._gossip.set_secrets(checked_secrets(secrets))
 
+    def limit_datagrams(self, most_bytes: int) -> None:
+        """Make no datagram larger than this, whatever `datagram_bytes` allows: what a transport can carry.
+
+        Raises `UsageError` for less than gossip needs with names as long as this domain's.
+        """
+        self._gossip.limit_datagrams(most_bytes)
+
     # --- transport -----------------------------------------------------------------------------------------
 
     def receive_datagram(self, data: bytes, source: Hashable, now: float) -> None:
         """Take a datagram. Bad bytes are counted and told by an event, never raised."""
+        now = self._at(now)
+        if type(data) is not bytes:
+            data = bytes(expect(data, (bytes, bytearray, memoryview), "a datagram"))
         self._table.begin(now)
         if self._gossip.receive(data, source, now):
             self._follow(now)
@@ -188,22 +237,24 @@ class Node:
 
     def screen(self, data: bytes, source: Hashable, now: float) -> bool:
         """Whether a datagram has a right tag; others are counted and told here, so that a transport can drop them."""
-        return self._gossip.screen(data, source, now)
+        return self._gossip.screen(data, source, self._at(now))
 
     def datagrams_to_send(self, now: float) -> list[Datagram]:
         """Return the datagrams to send now; each is returned once."""
+        self._at(now)
         return self._outbox.take()
 
     def next_timer(self) -> float:
         """Return the clock reading at which `handle_timer` wants to be called; one that is past asks for it at once."""
         due_at = self._tempo.next_at
-        return min(self._table.now, due_at) if self._behind() else due_at
+        return self._clock.reading_of(min(self._table.now, due_at) if self._behind() else due_at)
 
     def handle_timer(self, now: float) -> None:
         """Do what is due: advertise, gossip, once a round rank all endpoints anew; or a slice of what is left to do.
 
         O(endpoints), or O(endpoints log endpoints) once a round.
         """
+        now = self._at(now, timer=True)
         self._table.begin(now)
         # In turn, so that neither waits for ever where the timer is handled at its own pace.
         if now < self._tempo.next_at or (self._gossiped and self._behind()):
@@ -238,13 +289,15 @@ class Node:
         """Apply what the endpoint's engine did; of a large batch the first portion, the rest with the next timers.
 
         Never raises for its content. An endpoint is one data-parallel rank: the first batch says which, and batches of
-        another one are refused.
+        another one are refused. What cannot be an event (a store whose tokens do not fill its blocks, rubbish) is
+        counted and told, and makes the residency partial.
         """
-        self._table.apply(endpoint, batch, now)
+        expect(expect(batch, EngineBatch, "batch").events, (tuple, list), "EngineBatch.events")
+        self._table.apply(endpoint, batch, self._at(now))
 
     def set_load(self, endpoint: str, report: LoadReport, now: float) -> None:
         """Take a probe's report of the endpoint's engine. One that fell asleep has dropped its cache."""
-        self._table.probed(endpoint, report, now)
+        self._table.probed(endpoint, expect(report, LoadReport, "report"), self._at(now))
 
     def go_by_history(self, endpoint: str, reason: str, now: float) -> None:
         """Let what is routed stand in for the engine's events, which will not come, and say so; `reason` says why.
@@ -252,12 +305,12 @@ class Node:
         Without this it begins after some served prompts without an event. It ends with the first block that the engine
         tells of. Harmless when it is so already.
         """
-        self._table.go_by_history(endpoint, reason, now)
+        self._table.go_by_history(endpoint, reason, self._at(now))
 
     def load(self, endpoint: str, now: float) -> LoadReport:
         """Return what the endpoint advertises right now; fit to ride in a reply."""
         local = self._table.local(endpoint)
-        local.advertise(now)
+        local.advertise(self._at(now))
         return local.copy.advert.report
 
     def residency(self, endpoint: str) -> Residency:
@@ -273,7 +326,10 @@ class Node:
 
         `tokens` is a sequence of ints or a one-dimensional integer buffer. Raises `UsageError` that says what to pass.
         """
-        root = self._root if namespace is DEFAULT_NAMESPACE else self.domain.root_key(namespace)
+        if namespace is DEFAULT_NAMESPACE:
+            root = self._root
+        else:
+            root = self.domain.root_key(expect(namespace, Namespace, "namespace"))
         return TokenChain(self._spec, root, tokens, contents, namespace, self._memo)
 
     def route(
@@ -294,12 +350,17 @@ class Node:
         says whom to count it for (`NodeStats.tenants`); what keeps tenants apart is the namespace. Raises `UsageError`
         when tokens cannot be used, or when no endpoint at all is known.
         """
+        now = self._at(now)
         if not isinstance(prompt, TokenChain):
             prompt = self.chain(prompt, namespace=namespace, contents=contents)
         elif namespace not in (DEFAULT_NAMESPACE, prompt.namespace) or contents:
             raise UsageError("a prepared chain has its namespace and contents: give them to chain(), not to route()")
         elif prompt.spec != self._spec:
             raise UsageError("this chain was prepared by a node of another domain")
+        if budget_s is not inf and (not isinstance(budget_s, (int, float)) or budget_s != budget_s):
+            raise UsageError(f"budget_s must be seconds, or math.inf for none, not {budget_s!r}")
+        if tenant != "":
+            checked_tenant(tenant)
         decision = self._flights.route(prompt, forwarded, now, budget_s)
         if tenant:
             self._tallies.decided(tenant, decision, forwarded)
@@ -311,19 +372,29 @@ class Node:
 
     def first_token(self, decision: Decision, now: float) -> None:
         """Note that the target's first token came: its prefill is done, so its booked work is released."""
-        self._flights.first_token(decision.id, now)
+        self._flights.first_token(expect(decision, Decision, "decision").id, self._at(now))
 
     def report(self, decision: Decision, outcome: Outcome, now: float, *, endpoint: str | None = None) -> str | None:
         """Take an attempt's outcome; return the endpoint to try next, or None when there is nothing (more) to try.
 
         Give `endpoint`, whose attempt it was, where reports may come late or twice: what is not of the attempt under
-        way is only counted then. Without it a report is taken for the attempt under way.
+        way is only counted then. Without it a report is taken for the attempt under way. An outcome of an older life of
+        an endpoint teaches nothing of the life that there is now; one that names an older life by its handle is late.
         """
+        now = self._at(now)
+        if type(decision) is not Decision or type(outcome) is not Outcome:
+            raise UsageError(
+                "report(decision, outcome, now): give what route() returned, and one of Outcome.served(...), "
+                f"Outcome.failed(...) and so on; not {decision!r:.60}, {outcome!r:.60}"
+            )
+        if type(endpoint) is EndpointHandle and not self._table.is_attempt(endpoint, self._flights.booked(decision.id)):
+            self._table.dropped("outcomes")
+            return None
         return self._flights.report(decision.id, outcome, now, endpoint)
 
     def explain(self, decision: Decision) -> Explanation:
         """Return every term of every candidate that the decision weighed."""
-        return Explanation(decision)
+        return Explanation(expect(decision, Decision, "decision"))
 
     def endpoint_url(self, endpoint: str) -> str:
         """Return an endpoint's service address, "" if it is not known."""
@@ -337,6 +408,7 @@ class Node:
 
     def stats(self, now: float) -> NodeStats:
         """Return the node's view of everything it knows. O(endpoints + peers)."""
+        now = self._at(now)
         table = self._table
         rows = [
             row_of(standing, table.locals.get(standing.name), bool(standing.bit & table.fleet.usable), now)
@@ -358,6 +430,18 @@ class Node:
 
     # --- what goes on behind -------------------------------------------------------------------------------
 
+    def _at(self, now: float, timer: bool = False) -> float:
+        """Begin a call: return its node time. Raises `UsageError` for another thread, and for another clock."""
+        if type(self).thread_id() != self._thread:
+            if self._thread:
+                raise UsageError(
+                    f"node {self.node!r} is called from two threads, and not made for it: call it from one alone (in a "
+                    "server with asyncio: from `async def` handlers), or wrap it once in "
+                    "prefixroute.threads.ThreadSafeNode(node); `take_over` moves it to the calling thread for good"
+                )
+            self._thread = type(self).thread_id()
+        return self._clock.read(now, timer)
+
     def _behind(self) -> bool:
         """Whether anything is left to do in slices."""
         return self._table.behind or self._outbox.packing
@@ -370,6 +454,9 @@ class Node:
     def _served(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """Learn from a request that was served: of a local endpoint, its engine's speed and cache show."""
         decision, chain = flight.decision, flight.chain
+        if chain.fault:
+            self.journal.count("prompts_unusable")
+            return
         if self._tallies.open:
             self._tallies.served(decision, standing.local, flight.weighed.matched_tokens, outcome)
         local = self._table.locals.get(standing.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .errors import UsageError
+from .errors import UsageError, expect
 from .load import PushBackSettings
 from .replication.gossip_settings import GossipSettings
 from .routing.zones import Zones
@@ -31,6 +31,8 @@ class NodeSettings(GossipSettings):
 
     def __post_init__(self) -> None:
         GossipSettings.__post_init__(self)
+        expect(self.push_back, PushBackSettings, "NodeSettings.push_back")
+        expect(self.zones, Zones, "NodeSettings.zones")
         if self.outcome_timeout_s <= 0 or self.max_in_flight < 1:
             raise UsageError("a node needs outcome_timeout_s > 0 and max_in_flight >= 1")
         if self.zones and not self.zone:

@@ -29,6 +29,7 @@ from .events import (
     BlocksStored,
     ContentSpan,
     EngineBatch,
+    EngineEvent,
     Handle,
     Namespace,
     StreamGap,
@@ -152,10 +153,16 @@ class AdapterContract:
     """What holds for every engine adapter. Subclass it, and return your decoder and recordings of your engine.
 
     A recording is the payloads that one rank sent, in order, from the start of its engine on. Record a few with a small
-    cache, so that blocks are evicted too, and without prompts that no adapter can map (`BlocksStored.mappable`).
+    cache, so that blocks are evicted, and come back; with a conversation of two turns at least; with a flush; and
+    without prompts that no adapter can map (`BlocksStored.mappable`).
     """
 
     domain = Domain("model", "tokenizer", block_size=16)
+    flushes = True
+    """Whether the engine can drop its whole cache at once, and tells it."""
+    handles_name_content = True
+    """Whether a handle means the same tokens below the same block each time, as hashes do and numbers of slots do not.
+    """
 
     def decode(self, payload: bytes) -> EngineBatch:
         """Return the batch in a payload; raise `DecodeError` if it cannot be read."""
@@ -164,6 +171,13 @@ class AdapterContract:
     def recordings(self) -> Sequence[Sequence[bytes]]:
         """Return at least one recording, in which blocks are stored and removed."""
         raise UsageError("a contract needs recordings: return payloads of your engine from recordings")
+
+    def prompts(self) -> Sequence[Sequence[Sequence[int]]]:
+        """Return, for each recording, token ids of prompts that its engine has cached at some time; or nothing.
+
+        Nothing else can tell of an adapter that is wrong in the same way each time, as with tokens reversed by block.
+        """
+        return ()
 
     def test_reads_its_recordings_whole(self) -> None:
         """Nothing in a recording is unknown, and all stored blocks can be matched."""
@@ -189,6 +203,48 @@ class AdapterContract:
             assert len(event.tokens) in (0, len(event.handles) * event.block_size)
             assert all(0 <= token < 1 << 32 for token in event.tokens)
             assert all(0 <= item.start < len(event.tokens) for item in event.contents)
+
+    def test_a_block_is_told_alike_each_time(self) -> None:
+        """A handle has the same tokens below the same block however its blocks are cut into stores."""
+        for recording in self.recordings() if self.handles_name_content else ():
+            known: dict[tuple[int, Handle], tuple[Handle | None, list[int]]] = {}
+            for event in self._stores(recording):
+                size = event.block_size
+                for i, handle in enumerate(event.handles if event.tokens else ()):
+                    parent = event.handles[i - 1] if i else event.parent
+                    tokens = list(event.tokens[i * size : (i + 1) * size])
+                    before = known.setdefault((event.group, handle), (parent, tokens))
+                    assert before[0] == parent, f"block {handle!r} is below {before[0]!r}, and then below {parent!r}"
+                    assert before[1] == tokens, f"block {handle!r} has other tokens the next time: in another order?"
+
+    def test_stores_name_the_block_that_they_continue(self) -> None:
+        """Blocks below others have a parent; none is needed where each payload tells the whole state anew."""
+        batches = [self.decode(payload).events for recording in self.recordings() for payload in recording]
+        afresh = [any(isinstance(event, BlocksCleared) for event in batch) for batch in batches if _stores_in(batch)]
+        continues = any(event.parent is not None for batch in batches for event in _stores_in(batch))
+        assert continues or all(afresh), "no store continues another: is the parent lost? Record two turns of a chat"
+
+    def test_a_flush_is_told(self) -> None:
+        """An engine that dropped its cache holds nothing."""
+        payloads = [payload for recording in self.recordings() for payload in recording]
+        told = [event for payload in payloads for event in self.decode(payload).events]
+        if self.flushes:
+            cleared = any(isinstance(event, BlocksCleared) for event in told)
+            assert cleared, "no recording has a flush, or it is ignored: record one, or set `flushes` to False"
+
+    def test_prompts_that_were_cached_are_held(self) -> None:
+        """The mirror has held each prompt that is known to have been cached, all of its whole blocks."""
+        for recording, prompts in zip(self.recordings(), self.prompts(), strict=False):
+            residency, node = Residency(self.domain), Node("n", self.domain, rng=random.Random(0), now=0.0)
+            chains = [node.chain(list(prompt)) for prompt in prompts]
+            most = [0] * len(chains)
+            for payload in recording:
+                residency.apply(self.decode(payload))
+                keys = set(residency.keys())
+                for i, chain in enumerate(chains):
+                    held = (depth for depth in range(chain.depth, 0, -1) if chain.key(depth) in keys)
+                    most[i] = max(most[i], next(held, 0))
+            assert most == [chain.depth for chain in chains], "blocks of the prompts that were held, of those they have"
 
     def test_copies_are_counted(self) -> None:
         """The mirror counts each block as often as it was stored, less its removals."""
@@ -258,12 +314,19 @@ class AdapterContract:
             residency._check()
         assert read < len(payloads), "nothing is refused"
 
+    def _stores(self, recording: Sequence[bytes]) -> list[BlocksStored]:
+        return [event for payload in recording for event in _stores_in(self.decode(payload).events)]
+
     def _applied(self, recording: Sequence[bytes]) -> Residency:
         residency = Residency(self.domain)
         for payload in recording:
             residency.apply(self.decode(payload))
         residency._check()
         return residency
+
+
+def _stores_in(events: Sequence[EngineEvent]) -> list[BlocksStored]:
+    return [event for event in events if isinstance(event, BlocksStored)]
 
 
 def stored(

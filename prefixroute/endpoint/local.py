@@ -38,6 +38,7 @@ from ..events import (
     ResidencyChanged,
     StreamGap,
     StreamRestarted,
+    UnknownEvent,
 )
 from ..keys.chain import TokenChain, reusable_depth
 from ..keys.domain import Domain
@@ -48,6 +49,7 @@ from ..replication.writer_set import OwnedSet
 from ..residency.mirror import Residency
 from ..routing.standing import LocalStanding
 from .history import DEFAULT_CAPACITY_BLOCKS, RoutingHistory
+from .intake import taken_in
 from .publisher import Promise, Publisher
 
 SILENT_AFTER = 16
@@ -97,6 +99,8 @@ class LocalEndpoint:
         """What a probe told last."""
         self.standing = LocalStanding(copy, bit, now, lambda: self.report.queued_tokens)
         self.history: RoutingHistory | None = None
+        self.life = (0, 0)
+        """What a handle of this life of the endpoint has (`table`)."""
         self.rank: int | None = None
         """The data-parallel rank whose events come, once one came."""
         self.unit = 0
@@ -104,6 +108,8 @@ class LocalEndpoint:
         self._ttl_s = own.ttl_s
         self._block_tokens = own.domain.block_size
         self._served_silently = 0
+        self._faults = 0
+        """Events that could not be used, so far."""
         self._journal = journal
 
     @property
@@ -125,6 +131,19 @@ class LocalEndpoint:
                 self.history.clear()
         kept = tuple(event for event in batch.events if not isinstance(event, StreamGap))
         return self._apply(EngineBatch(kept, batch.rank, batch.ts), now)
+
+    def sound(self, batch: EngineBatch) -> EngineBatch:
+        """Return what can be applied of a batch; the rest is counted, and told the first time. Never raises."""
+        sound, faults = taken_in(batch)
+        for fault in faults:
+            self._unusable(fault)
+        return sound
+
+    def _unusable(self, fault: str) -> None:
+        self._journal.count("engine_events", "unusable")
+        self._faults += 1
+        if self._faults == 1:
+            self._tell("faulty", f"an event of the adapter cannot be used: {fault}")
 
     def admits(self, batch: EngineBatch) -> bool:
         """Whether a batch is of the endpoint's rank. The first batch that tells one says which that is."""
@@ -216,7 +235,10 @@ class LocalEndpoint:
     def _apply(self, batch: EngineBatch, now: float) -> Delta:
         residency = self.residency
         partial, restarts, inflated = residency.partial, residency.counts.restarts, residency.counts.inflated
+        unknown = residency.counts.unknown_events
         residency.apply(batch, now)
+        if residency.counts.unknown_events != unknown:
+            self._met_unknown(batch, residency.counts.unknown_events - unknown, now)
         if residency.counts.restarts != restarts:
             self._tell("restarted", "the engine began a new life")
         if residency.counts.inflated != inflated:
@@ -224,6 +246,14 @@ class LocalEndpoint:
         if residency.partial != partial:
             self._tell(*(("partial", "events were lost") if residency.partial else ("exact", "cleared")))
         return self.publisher.note(*residency.take_changes())
+
+    def _met_unknown(self, batch: EngineBatch, n: int, now: float) -> None:
+        """Count events that were of no use; a store whose tokens are no token ids is as if it had been lost."""
+        events = [event for event in batch.events if isinstance(event, UnknownEvent)]
+        self._journal.count("engine_events", "unknown", n)
+        if n > len(events):
+            self._unusable("the tokens of a store are no token ids below 2**32")
+            self.residency.apply(EngineBatch((StreamGap(),)), now)
 
     def _tell(self, state: str, reason: str) -> None:
         self._journal.tell(ResidencyChanged(self.copy.endpoint, state, reason))

@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+from typing_extensions import Self
+
 from ..errors import UsageError
 from ..events import EngineBatch, Journal, ResidencyChanged
 from ..keys.chain import TokenChain, wire_key
@@ -36,6 +38,27 @@ from ..routing.standing import PeerStanding, Standing
 from .local import LocalEndpoint, OwnSettings
 
 
+class EndpointHandle(str):
+    """An endpoint's id, "node/name", which means one life of it: what `add_endpoint` returned, to its removal.
+
+    It is that text wherever a text is wanted, and two lives of one name are equal as texts.
+    """
+
+    __slots__ = ("life",)
+
+    life: tuple[int, int]
+    """The node's own life, by chance, and the number of the endpoint's in it."""
+
+    def __new__(cls, endpoint: str, life: tuple[int, int]) -> Self:
+        """Make the handle of one life of an endpoint; `Node.add_endpoint` does."""
+        handle = super().__new__(cls, endpoint)
+        handle.life = life
+        return handle
+
+    def __getnewargs__(self) -> tuple[str, tuple[int, int]]:  # type: ignore[override]
+        return str(self), self.life
+
+
 class EndpointTable:
     """Every endpoint that a node knows. `news(now)` is called when peers should soon hear of a change here."""
 
@@ -48,7 +71,9 @@ class EndpointTable:
         news: Callable[[float], None],
         now: float,
         journal: Journal,
+        node: str = "",
     ) -> None:
+        self._node = node
         self.index = MergedIndex()
         self.feed = IndexFeed(self.index)
         self.fleet = fleet
@@ -75,17 +100,40 @@ class EndpointTable:
     # --- this node's own endpoints -------------------------------------------------------------------------
 
     def local(self, endpoint: str) -> LocalEndpoint:
-        """Return an endpoint of this node's own. Raises `UsageError` for another."""
-        try:
-            return self.locals[endpoint]
-        except KeyError:
-            raise UsageError(f"{endpoint!r} is no endpoint of this node: it has {sorted(self.locals)}") from None
+        """Return an endpoint of this node's own. Raises `UsageError` for another, and for a life that has ended."""
+        local = self.locals.get(endpoint) if isinstance(endpoint, str) else None
+        if local is None:
+            raise UsageError(f"{endpoint!r} is no endpoint of this node: it has {sorted(self.locals)}")
+        if type(endpoint) is EndpointHandle and endpoint.life != local.life:
+            raise UsageError(f"this life of {endpoint!r} has ended: use the handle that add_endpoint returned last")
+        return local
 
-    def add(self, copy: Copy, credited: Sequence[str], now: float) -> None:
-        """Take in an endpoint of this node's own; `credited` are the tiers whose blocks count."""
+    def living(self, endpoint: str, what: str) -> LocalEndpoint | None:
+        """As `local`; but `what` comes with the handle of a life that has ended is counted, and None is returned."""
+        if type(endpoint) is EndpointHandle and owner_of(endpoint) == self._node:
+            local = self.locals.get(endpoint)
+            if local is None or local.life != endpoint.life:
+                self.dropped(what)
+                return None
+            return local
+        return self.local(endpoint)
+
+    def dropped(self, what: str) -> None:
+        """Count what belongs to an older life of an endpoint."""
+        self._journal.count("older_life", what)
+
+    def is_attempt(self, endpoint: EndpointHandle, booked: Standing | None) -> bool:
+        """Whether an attempt that is `booked` there goes to this life of the endpoint. O(1)."""
+        local = self.locals.get(endpoint)
+        current = local is not None and local.life == endpoint.life
+        return booked is None or current == (local is not None and booked is local.standing)
+
+    def add(self, copy: Copy, credited: Sequence[str], now: float, life: tuple[int, int] = (0, 0)) -> None:
+        """Take in an endpoint of this node's own, in a new `life`; `credited` are the tiers whose blocks count."""
         bit = self.index.join(copy.endpoint)
         held = partial(self.index.held, bit)
         local = LocalEndpoint(copy, bit, now, self._own, credited, held, self._journal)
+        local.life = life
         self.locals[copy.endpoint] = local
         self.fleet.add(local.standing, now)
 
@@ -98,7 +146,10 @@ class EndpointTable:
 
     def apply(self, endpoint: str, batch: EngineBatch, now: float) -> None:
         """Apply what an engine did; of a large batch the first portion. A batch of another rank is refused."""
-        local = self.local(endpoint)
+        local = self.living(endpoint, "batches")
+        if local is None:
+            return
+        batch = local.sound(batch)
         if local.admits(batch):
             self._apply(local, batch, now)
             return
@@ -116,15 +167,18 @@ class EndpointTable:
 
     def probed(self, endpoint: str, report: LoadReport, now: float) -> None:
         """Take a probe's report of an endpoint's engine."""
-        local = self.local(endpoint)
+        local = self.living(endpoint, "reports")
+        if local is None:
+            return
         self._took(local, local.probed(report, now), news_at=now)
         local.advertise(now)
         self.fleet.refresh(local.standing, now)
 
     def go_by_history(self, endpoint: str, reason: str, now: float) -> None:
         """Let what is routed stand in for an engine's events."""
-        local = self.local(endpoint)
-        self._took(local, local.go_by_history(reason, now), news_at=now)
+        local = self.living(endpoint, "reasons")
+        if local is not None:
+            self._took(local, local.go_by_history(reason, now), news_at=now)
 
     def served(self, local: LocalEndpoint, chain: TokenChain, cached_tokens: int | None, now: float) -> None:
         """Learn from a prompt that a local engine served."""

@@ -136,7 +136,9 @@ class TokenChain:
 
     `depth` is the number of full blocks. Make it with `Node.chain`. `key(1)` packs only the first block, so a
     prompt that nobody holds costs about a microsecond; any other depth costs one hash of at most 32 blocks and the
-    boundaries below it, each hashed once. A list is read when its tokens are first needed, so it must not change.
+    boundaries below it, each hashed once. A list is read when its tokens are first needed, so it must not change. Its
+    first and last block are looked at with the first key; what is wrong between them raises `UsageError` when it is
+    met, or, once a node has taken the prompt, becomes its `fault` and raises no more.
     """
 
     __slots__ = (
@@ -149,10 +151,12 @@ class TokenChain:
         "_width",
         "depth",
         "extras",
+        "fault",
         "n_tokens",
         "namespace",
         "root",
         "spec",
+        "taken",
     )
 
     def __init__(
@@ -168,6 +172,10 @@ class TokenChain:
         self.root = root
         self._memo = memo
         self.namespace = namespace
+        self.taken = False
+        """Whether a node follows this prompt: whoever needs its tokens now is not who passed them."""
+        self.fault = ""
+        """What is wrong with its tokens, if that came out when it was taken."""
         self._width = spec.block_tokens * TOKEN_BYTES
         self._mix = spec.mix
         self._packed: bytes | None = None
@@ -179,12 +187,18 @@ class TokenChain:
             self._packed = pack_tokens(tokens)
             self.n_tokens = len(self._packed) // TOKEN_BYTES
         self.depth = self.n_tokens // spec.block_tokens
+        if not self.depth and self._packed is None:
+            # Nothing is ever hashed of it, so what is in it is looked at here.
+            self._packed = _pack_sequence(tokens)
         self._bounds = [root]
         self._first = 0
         self.extras: dict[int, bytes] = {}
         """Block index -> digests of the content items that start in it."""
         if contents:
-            for item in contents:
+            for item in contents if isinstance(contents, Sequence) else (contents,):
+                sound = isinstance(item, ContentSpan) and isinstance(item.content_id, str)
+                if not sound or not isinstance(item.start, int):
+                    raise UsageError(f"contents must be a list of ContentSpan(content_id, start), not {item!r:.60}")
                 if not 0 <= item.start < max(self.n_tokens, 1):
                     raise UsageError(f"content {item.content_id!r} starts at {item.start}, outside the prompt")
             self.extras = block_extras(contents, spec.block_tokens)
@@ -193,7 +207,12 @@ class TokenChain:
     def packed(self) -> bytes:
         """The prompt's tokens as u32 little-endian, packed on first use."""
         if self._packed is None:
-            self._packed = _pack_sequence(self._tokens)
+            try:
+                self._packed = _pack_sequence(self._tokens)
+            except UsageError as error:
+                if not self.taken:
+                    raise
+                self.fault, self._packed = str(error), b""
             self._tokens = None
         return self._packed
 
@@ -239,7 +258,7 @@ class TokenChain:
         O(tokens) where they were not asked for, as for a prompt that nobody held. A prompt that was not even packed is
         left out.
         """
-        if self._memo is None or self._packed is None or self.extras or self.depth < SPAN * STRIDE:
+        if self._memo is None or self._packed is None or self.extras or self.fault or self.depth < SPAN * STRIDE:
             return
         self._bound(self.depth // STRIDE)
         self._memo.keep(self._bounds, self._packed)
@@ -264,7 +283,9 @@ class TokenChain:
 
     def _first_key(self) -> int:
         if self._packed is None:
-            data = _pack_sequence(self._tokens[: self.spec.block_tokens])
+            block = self.spec.block_tokens
+            # The last block too: that is where padding is, and a tail that is never hashed. 0.1 us.
+            data = _pack_sequence(self._tokens[:block] + self._tokens[-block:])[: self._width]
         else:
             data = self._packed[: self._width]
         return xxh3_64_intdigest(data + self.extras.get(0, b""), self.root ^ self._mix)

@@ -41,7 +41,7 @@ def keyed_digest(secret: bytes, purpose: str, *parts: bytes, size: int = 8) -> b
 
 def checked_secrets(secrets: Sequence[bytes]) -> tuple[bytes, ...]:
     """Return the secrets, of which each authenticates and the first signs. Raises `UsageError` for unusable ones."""
-    if isinstance(secrets, (str, bytes)) or not 0 < len(secrets) <= MAX_SECRETS:
+    if isinstance(secrets, (str, bytes)) or not isinstance(secrets, Sequence) or not 0 < len(secrets) <= MAX_SECRETS:
         raise UsageError(f"secrets must be a list of 1 to {MAX_SECRETS}, the one that signs first")
     for secret in secrets:
         if not isinstance(secret, bytes) or len(secret) > MAX_SECRET_BYTES:

@@ -60,9 +60,9 @@ class Gossip:
         on_update: OnUpdate,
     ) -> None:
         front = overhead_bytes(Message(node, 2**63 - 1, 2**63 - 1, True, domain.fields(), contact=settings.contact))
-        least = front + least_room(bool(settings.zone))
-        if settings.datagram_bytes < least:
-            raise UsageError(f"datagram_bytes must be at least {least} with names as long as this domain's")
+        self._least = front + least_room(bool(settings.zone))
+        if settings.datagram_bytes < self._least:
+            raise UsageError(f"datagram_bytes must be at least {self._least} with names as long as this domain's")
         self.node = node
         self.settings = settings
         self.tempo = Tempo(settings, now)
@@ -313,6 +313,15 @@ class Gossip:
     def set_secrets(self, secrets: tuple[bytes, ...]) -> None:
         """Authenticate datagrams with these secrets from now on: the first signs, each is good."""
         self._secrets, self.outbox.secret = secrets, secrets[0]
+
+    def limit_datagrams(self, most_bytes: int) -> None:
+        """Make no datagram larger than this, nor than `datagram_bytes`."""
+        if isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or most_bytes < self._least:
+            raise UsageError(
+                f"gossip needs datagrams of at least {self._least} bytes with names as long as this domain's, not "
+                f"{most_bytes!r}: take a transport that carries them"
+            )
+        self.outbox.datagram_bytes = min(most_bytes, self.settings.datagram_bytes)
 
     def _count_received(self, data: bytes) -> None:
         self._journal.count("datagrams_received")

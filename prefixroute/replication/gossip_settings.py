@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import UsageError
+from ..errors import UsageError, expect_plain
 from ..keys.names import checked_zone
 
 
@@ -58,6 +58,8 @@ class GossipSettings:
     replay_window: int = 4096
 
     def __post_init__(self) -> None:
+        checked_zone(self.zone)
+        expect_plain(self)
         if self.interval_s <= 0 or self.fan_out < 1:
             raise UsageError("gossip needs interval_s > 0 and fan_out >= 1")
         if self.idle_interval_s < 0:
@@ -70,7 +72,6 @@ class GossipSettings:
             raise UsageError("gossip needs interval_s < suspect_after_s < forget_after_s")
         if len(self.contact.encode()) > 80:
             raise UsageError("a contact has at most 80 bytes")
-        checked_zone(self.zone)
         if self.learn_peers and not self.contact:
             raise UsageError("learn_peers needs a contact: where others reach this node, as its transport writes it")
         keys = (self.max_keys, self.max_owner_keys, self.max_all_keys)

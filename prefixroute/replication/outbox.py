@@ -40,6 +40,8 @@ class Outbox:
         self, node: str, domain: Domain, settings: GossipSettings, peers: Peers, freshness: Freshness, journal: Journal
     ) -> None:
         self.settings = settings
+        self.datagram_bytes = settings.datagram_bytes
+        """The budget; a transport may carry less than the settings allow."""
         self.secret = domain.secret
         self._node = node
         self._domain = domain
@@ -140,7 +142,7 @@ class Burst:
         self._kind = kind
         self._head = head
         self._rest = Message(head.sender, domain=head.domain, contact=head.contact)
-        datagram_bytes = outbox.settings.datagram_bytes
+        datagram_bytes = outbox.datagram_bytes
         self._room = datagram_bytes - overhead_bytes(head)
         self._empty = datagram_bytes - overhead_bytes(self._rest)
         self._left = outbox.settings.burst_bytes - datagram_bytes

@@ -13,7 +13,7 @@ from enum import Enum
 from math import inf
 from typing import Any, NamedTuple
 
-from ..errors import UsageError
+from ..errors import UsageError, expect, is_number
 from ..load import LoadReport
 from ..policy.interface import Candidate
 
@@ -44,10 +44,17 @@ class Outcome:
     load: LoadReport | None = None
 
     def __post_init__(self) -> None:
-        if self.cached_tokens is not None and not 0 <= self.cached_tokens < 2**63:
+        if not isinstance(self.kind, OutcomeKind):
+            raise UsageError(f"an outcome's kind must be an OutcomeKind, as Outcome.failed() has it, not {self.kind!r}")
+        cached, ttft_s = self.cached_tokens, self.ttft_s
+        if cached is not None and not (is_number(cached) and 0 <= cached < 2**63):
             raise UsageError(f"cached_tokens must be a number of tokens, or None, not {self.cached_tokens!r}")
-        if self.ttft_s is not None and not 0 <= self.ttft_s < inf:
+        if ttft_s is not None and not (is_number(ttft_s) and 0 <= ttft_s < inf):
             raise UsageError(f"ttft_s must be seconds since the request was sent, or None, not {self.ttft_s!r}")
+        if not isinstance(self.reason, str):
+            raise UsageError(f"an outcome's reason is a text, not {self.reason!r:.60}")
+        if self.load is not None:
+            expect(self.load, LoadReport, "an outcome's load")
 
     @classmethod
     def served(

@@ -55,6 +55,8 @@ class Flight:
     sent_at: float
     queued: bool = False
     """Whether it had to queue behind others of this node's."""
+    booked: Standing | None = None
+    """Where: another life of an endpoint has another standing."""
     handed_back: bool = False
     """Such a prompt stays where it goes next; an endpoint that declines it all the same is passed over."""
 
@@ -89,6 +91,9 @@ class Flights:
         """Decide who serves `chain`, and book the work there. Raises `UsageError` when no endpoint is known."""
         self._tickets += 1
         decision, best = self._router.decide(self._tickets, chain, forwarded, now)
+        if chain.fault:
+            raise UsageError(chain.fault)
+        chain.taken = True
         if forwarded and best.cost_s > budget_s:
             self._journal.count("decisions", "declined")
             reason = f"declined: longer here than the budget of {1000 * budget_s:.0f} ms"
@@ -100,6 +105,11 @@ class Flights:
         self._book(flight, self._fleet.standings[best.endpoint], now)
         self._journal.count("decisions", "local" if best.local else "forward")
         return decision
+
+    def booked(self, ticket: int) -> Standing | None:
+        """Return where an attempt under way is booked, None if there is none."""
+        flight = self.open.get(ticket)
+        return flight.booked if flight is not None else None
 
     def first_token(self, ticket: int, now: float) -> None:
         """Release a request's booked work: its prefill is done."""
@@ -116,6 +126,10 @@ class Flights:
             return None
         self._journal.count("outcomes", _OUTCOMES[outcome.kind])
         standing = self._fleet.standings.get(flight.weighed.endpoint)
+        if standing is not None and standing.local and standing is not flight.booked:
+            # Its endpoint was removed and added again meanwhile: the outcome says nothing of the new life.
+            self._journal.count("older_life", "outcomes")
+            standing = None
         if standing is not None:
             self._fleet.release(standing, ticket, now)
             if standing.local:
@@ -141,7 +155,7 @@ class Flights:
 
     def _book(self, flight: Flight, standing: Standing, now: float) -> None:
         """Book the expected work at a target, and let everybody know who has to."""
-        ticket, weighed = flight.decision.id, flight.weighed
+        ticket, weighed, flight.booked = flight.decision.id, flight.weighed, standing
         flight.queued = bool(standing.ledger.open)
         work_s, until = weighed.overhead_s + weighed.prefill_s, now + self._bounds.timeout_s
         if self._gate is not None and not standing.local:

@@ -10,9 +10,9 @@ import pytest
 from prefixroute_sglang import decode_batch as decode_sglang
 from prefixroute_vllm import decode_batch as decode_vllm
 
-from prefixroute import BlocksRemoved, BlocksStored, DecodeError, EngineBatch, UnknownEvent, UsageError
+from prefixroute import BlocksCleared, BlocksRemoved, BlocksStored, DecodeError, EngineBatch, UnknownEvent, UsageError
 from prefixroute.cli.replay import streams
-from prefixroute.testing import AdapterContract
+from prefixroute.testing import AdapterContract, stored
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -92,9 +92,97 @@ class _Twice(_Changes):
         return replace(event, handles=event.handles + event.handles[:1]) if isinstance(event, BlocksRemoved) else event
 
 
+class _LosesParents(_Changes):
+    @staticmethod
+    def change(event: object) -> object:
+        return replace(event, parent=None) if isinstance(event, BlocksStored) else event
+
+
+class _Reverses(_Changes):
+    @staticmethod
+    def change(event: object) -> object:
+        return replace(event, tokens=event.tokens[::-1]) if isinstance(event, BlocksStored) else event
+
+
+class _NeverFlushes(TestSglangContract):
+    def decode(self, payload: bytes) -> EngineBatch:
+        batch = super().decode(payload)
+        return replace(batch, events=tuple(event for event in batch.events if not isinstance(event, BlocksCleared)))
+
+
+class _OneOf(TestVllmContract):
+    """The same on the other engine's recording."""
+
+    broken: type[_Changes]
+
+    def decode(self, payload: bytes) -> EngineBatch:
+        batch = super().decode(payload)
+        return replace(batch, events=tuple(self.broken.change(event) for event in batch.events))  # type: ignore[arg-type]
+
+
+class _LosesParentsOfVllm(_OneOf):
+    broken = _LosesParents
+
+
+class _ReversesVllm(_OneOf):
+    broken = _Reverses
+
+
+class TestKnownPrompts(AdapterContract):
+    """A recording made here, of an adapter whose payloads are prompts; it tells what was cached."""
+
+    handles_name_content = True
+    flushes = False
+
+    def recordings(self) -> Sequence[Sequence[bytes]]:
+        return [[b"a:0:4", b"a:0:6", b"x:9:2", b"-:0:6"]]
+
+    def prompts(self) -> Sequence[Sequence[Sequence[int]]]:
+        return [[self.tokens("a", 6), self.tokens("a", 3), self.tokens("x", 2)]]
+
+    @staticmethod
+    def tokens(word: str, blocks: int) -> list[int]:
+        return [1000 * ord(word[0]) + i for i in range(16 * blocks)]
+
+    def decode(self, payload: bytes) -> EngineBatch:
+        try:
+            word, _, blocks = payload.decode().split(":")
+            n = int(blocks)
+            if n > 64 or len(word) != 1:
+                raise ValueError(word)
+        except ValueError as error:
+            raise DecodeError("malformed", str(error)) from None
+        if word == "-":
+            handles = stored(self.tokens("a", n)).events[0].handles  # type: ignore[union-attr]
+            return EngineBatch((BlocksRemoved(handles[::-1]),))
+        (event,) = stored(self.tokens(word, n)).events
+        assert isinstance(event, BlocksStored)
+        start = 4 if n == 6 else 0
+        return EngineBatch((event.part(start, n),))
+
+
+class _ReversesBlocks(TestKnownPrompts):
+    """Each block's tokens backwards: alike each time."""
+
+    def decode(self, payload: bytes) -> EngineBatch:
+        batch = super().decode(payload)
+        for event in batch.events:
+            if isinstance(event, BlocksStored):
+                blocks = [event.tokens[i : i + 16][::-1] for i in range(0, len(event.tokens), 16)]
+                return EngineBatch((replace(event, tokens=[token for block in blocks for token in block]),))
+        return batch
+
+
 @pytest.mark.parametrize(
     ("broken", "check"),
     [
+        (_LosesParents, "test_a_block_is_told_alike_each_time"),
+        (_LosesParents, "test_stores_name_the_block_that_they_continue"),
+        (_LosesParentsOfVllm, "test_stores_name_the_block_that_they_continue"),
+        (_Reverses, "test_a_block_is_told_alike_each_time"),
+        (_ReversesVllm, "test_a_block_is_told_alike_each_time"),
+        (_ReversesBlocks, "test_prompts_that_were_cached_are_held"),
+        (_NeverFlushes, "test_a_flush_is_told"),
         (_Swallows, "test_bad_bytes_are_a_decode_error_or_a_batch"),
         (_Forgets, "test_reads_its_recordings_whole"),
         (_Halves, "test_stores_come_with_the_tokens_of_their_blocks"),

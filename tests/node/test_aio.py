@@ -402,48 +402,6 @@ def test_an_error_in_sending_is_counted_and_gossip_goes_on() -> None:
     run(main())
 
 
-@pytest.mark.parametrize(
-    "transport",
-    [Broken(receive_error=OSError("socket is gone")), Broken(send_error=RuntimeError("a bug in a transport"))],
-)
-def test_an_error_that_is_no_loss_ends_the_driver_and_surfaces(transport: Broken) -> None:
-    transport.mailboxes["a"] = asyncio.Queue()
-    error = transport.receive_error or transport.send_error
-    assert error is not None
-
-    async def main() -> None:
-        with pytest.raises(type(error), match=str(error)):
-            async with Driver(peered(), transport) as driver:
-                await driver.wait()
-        assert transport.closed == 1
-
-    run(main())
-
-
-def test_an_error_nobody_waited_for_surfaces_when_the_driver_is_closed() -> None:
-    async def main() -> None:
-        node = peered()
-        with pytest.raises(OSError, match="gone"):
-            async with Driver(node, Broken(receive_error=OSError("gone"))):
-                await until(lambda: node.counters["rounds"] >= 2)
-
-    run(main())
-
-
-def test_an_error_in_the_callers_callback_surfaces() -> None:
-    def on_event(event: NodeEvent) -> None:
-        raise ValueError(f"cannot take {type(event).__name__}")
-
-    async def main() -> None:
-        wire = Wire({}, "a")
-        wire.mailboxes["a"].put_nowait((b"junk", "somebody"))
-        with pytest.raises(ValueError, match="cannot take DatagramRejected"):
-            async with Driver(new("a"), wire, on_event) as driver:
-                await driver.wait()
-
-    run(main())
-
-
 def test_transports_keep_the_protocol() -> None:
     async def main() -> None:
         udp = await UdpTransport.open()
