@@ -72,6 +72,11 @@ class RadixTree(Published):
         for edge in self._edges():
             yield from edge.keys[: edge.reach]
 
+    def placed(self) -> Iterator[tuple[int, int]]:
+        """Yield the keys of all matchable blocks with their depths."""
+        for edge in self._edges():
+            yield from zip(edge.keys[: edge.reach], range(edge.depth + 1, edge.depth + edge.reach + 1), strict=True)
+
     def anchors(self, anchor_stride: int) -> Iterator[int]:
         """Yield the keys of the anchors of stride `anchor_stride`. O(edges + anchors)."""
         ends: dict[Edge, list[int]] = {}
