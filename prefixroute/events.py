@@ -223,7 +223,8 @@ class PushBackChanged:
 @dataclass(frozen=True, slots=True)
 class ResidencyChanged:
     """A local endpoint's residency became ``partial``, ``exact`` or ``restarted``, its engine is ``silent``, more of
-    its blocks are live than it has (``inflated``), or events of another rank came to it (``mixed``); and why.
+    its blocks are live than it has (``inflated``), or events of another rank came to it (``mixed``); answers show that
+    the engine reuses nothing of what it was sent (``unused``), or does again (``reused``); and why.
     """
 
     endpoint: str

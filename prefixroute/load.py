@@ -10,7 +10,7 @@ Rules:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 from typing import NamedTuple
@@ -32,6 +32,17 @@ class PushBackState(IntEnum):
     REFUSING = 2
 
 
+_COUNTS = (
+    "running",
+    "waiting",
+    "queued_tokens",
+    "prefill_tokens_per_s",
+    "overhead_s",
+    "capacity_tokens",
+    "block_tokens",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """What an endpoint's engine, or a probe of it, says of its load; 0 means not known.
@@ -39,6 +50,7 @@ class LoadReport:
     `queued_tokens` are prompt tokens that wait for prefill or are in it, cached ones not counted. `overhead_s` is the
     fixed part of a time to first token. `capacity_tokens` is the size of the GPU tier. `refusing` says that the engine
     turned a request away, and `reason` why. `asleep` says that it gave its memory away, and its cache with it.
+    `block_tokens` is the engine's own block by its own word: no hit is shorter. The last two do not travel.
     """
 
     running: int = 0
@@ -51,9 +63,10 @@ class LoadReport:
     refusing: bool = False
     reason: str = ""
     asleep: bool = False
+    block_tokens: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("running", "waiting", "queued_tokens", "prefill_tokens_per_s", "overhead_s", "capacity_tokens"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if not 0 <= value < 2**63:
                 raise UsageError(f"LoadReport.{name} must be 0 (not known) or positive and below 2**63, got {value!r}")

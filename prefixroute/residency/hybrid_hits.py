@@ -34,7 +34,7 @@ Held: TypeAlias = RadixTree | Forest
 class HybridHits(Published):
     """The ends of one endpoint and their marks, in the place of `held`, which was published while it was no hybrid.
 
-    `groups` are the endpoint's groups by number; the caller adds to them, and says which count. `credited` are the tiers
+    `groups` are the endpoint's groups by number; the caller adds to them and says which count. `credited` are the tiers
     in which a window group's block counts.
     """
 

@@ -65,9 +65,9 @@ class Published(ABC):
         if watched:
             self._touched = touched
 
-    @abstractmethod
     def placed(self) -> Iterator[tuple[int, int]]:
-        """Yield the 64-bit keys with their depths. O(keys)."""
+        """Yield the 64-bit keys that are there when it takes another one's place, with their depths. O(keys)."""
+        return iter(())
 
     @abstractmethod
     def anchors(self, anchor_stride: int) -> Iterator[int]:

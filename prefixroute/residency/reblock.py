@@ -41,7 +41,7 @@ class Reblocker:
 
     @property
     def block_size(self) -> int:
-        """Tokens of the group's blocks in the GPU tier, of the last one while it holds none there; 0 before the first."""
+        """Tokens of the group's blocks in the GPU tier; while there is none, of the last one, 0 before the first."""
         return max(self._sizes, default=self._last_size)
 
     def clear(self) -> None:

@@ -116,14 +116,14 @@ def test_push_back_is_told_once_and_carries_reason_and_time_to_live() -> None:
     assert one.copy.advert.ttl_s == 0.0
 
 
-def test_a_refusing_engine_is_advertised_as_such_and_for_a_while() -> None:
+def test_a_refusing_engine_is_advertised_as_such_until_it_refuses_no_more() -> None:
     one, _ = endpoint(PushBackSettings(ttl_s=2.0))
     one.report = LoadReport(refusing=True, reason="draining")
     assert advertised(one, 0.0) == [PushBackChanged("a/0", "refusing", "draining")]
-    one.report = LoadReport()
-    assert advertised(one, 1.9) == []
+    assert advertised(one, 9.0) == []
     assert one.copy.advert.report.refusing
-    assert advertised(one, 2.0) == [PushBackChanged("a/0", "open", "")]
+    one.probed(LoadReport(), 9.0)
+    assert advertised(one, 9.0) == [PushBackChanged("a/0", "open", "")]
     assert not one.copy.advert.report.refusing
 
 
@@ -132,7 +132,18 @@ def test_a_request_that_the_engine_turned_away_is_advertised_as_refusal() -> Non
     standing.refused_until, standing.refusal = 2.0, "503"
     assert advertised(one, 1.0) == [PushBackChanged("a/0", "refusing", "503")]
     assert one.copy.advert.state is PushBackState.REFUSING
+    one.probed(LoadReport(), 1.0)
+    assert advertised(one, 1.0) == [], "a probe that never said so knows nothing of it"
     assert advertised(one, 2.0) == [PushBackChanged("a/0", "open", "")]
+
+
+def test_who_drained_and_says_that_it_is_over_has_turned_nothing_away() -> None:
+    one, standing = endpoint(PushBackSettings(ttl_s=2.0))
+    standing.refused_until, standing.refusal = 2.0, "503"
+    one.probed(LoadReport(refusing=True), 0.5)
+    assert advertised(one, 0.5) == [PushBackChanged("a/0", "refusing", "the engine refuses")]
+    one.probed(LoadReport(), 0.6)
+    assert advertised(one, 0.6) == [PushBackChanged("a/0", "open", "")]
 
 
 def test_rate_and_fixed_time_come_from_outcomes_when_no_probe_tells() -> None:
