@@ -11,6 +11,7 @@ from .events import (
     BlocksStored,
     ContentSpan,
     DatagramRejected,
+    Differs,
     DomainMismatch,
     EngineBatch,
     EngineEvent,
@@ -22,6 +23,7 @@ from .events import (
     ResidencyChanged,
     StreamGap,
     StreamRestarted,
+    TokensDiffer,
     UnknownEvent,
 )
 from .fairness import Entry, FairQueue, FairSettings, FairStats
@@ -57,6 +59,7 @@ __all__ = [
     "DatagramRejected",
     "Decision",
     "DecodeError",
+    "Differs",
     "Digest",
     "Domain",
     "DomainMismatch",
@@ -97,6 +100,7 @@ __all__ = [
     "TenantStats",
     "Tenants",
     "TokenChain",
+    "TokensDiffer",
     "UnknownEvent",
     "UsageError",
     "Withheld",

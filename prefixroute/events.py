@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from .errors import UsageError
 
@@ -232,8 +232,28 @@ class ResidencyChanged:
     reason: str
 
 
+class Differs(NamedTuple):
+    """The first place at which an engine stores another token of a prompt than this node hashes."""
+
+    position: int
+    ours: int
+    theirs: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensDiffer:
+    """A local endpoint's engine stores prompts as other tokens than this node hashes, so that they never match: at
+    `position`, the first that differs, it has token `theirs`, and the prompt `ours`.
+    """
+
+    endpoint: str
+    position: int
+    ours: int
+    theirs: int
+
+
 NodeEvent: TypeAlias = (
-    DatagramRejected | DomainMismatch | PeerChanged | ReplicaChanged | PushBackChanged | ResidencyChanged
+    DatagramRejected | DomainMismatch | PeerChanged | ReplicaChanged | PushBackChanged | ResidencyChanged | TokensDiffer
 )
 
 MAX_EVENTS = 1024

@@ -34,6 +34,7 @@ from starlette.types import Send
 from prefixroute import Decision, Outcome, OutcomeKind
 
 from .answer_streams import Diverged, StreamLedger, UpstreamBroke
+from .cache_reads import reads_cache
 from .door import Reply, begin_reply, error_reply, send_piece, send_reply
 from .headers import (
     LOAD_HEADER,
@@ -213,10 +214,18 @@ class Exchange:
         if answer.status == 200:
             asked = answer.served_by == answer.target
             load = None if answer.target in self._site.endpoints or not asked else read_load(answer.upstream.headers)
-            self._report(Outcome.served(cached_tokens=cached if asked else None, ttft_s=self._ttft_s, load=load))
+            told = cached if asked else None
+            fair = told is None or self._as_predicted(answer.target, told) or reads_cache(self._request.body)
+            if not fair:
+                self._site.count("answers without the cache")
+            self._report(Outcome.served(cached_tokens=told, ttft_s=self._ttft_s, load=load, read_cache=fair))
             self._settled = True
         else:
             self._cancel()  # the client's own mistake: nothing was computed, nothing is cached
+
+    def _as_predicted(self, target: str, cached: int) -> bool:
+        weighed = self._decision.candidate(target)
+        return weighed is not None and 0 < weighed.matched_tokens <= cached
 
     def _report_failure(self, outcome: Outcome) -> None:
         self._site.count("handed back" if outcome.kind is OutcomeKind.DECLINED else "failed attempts")

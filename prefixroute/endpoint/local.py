@@ -40,6 +40,7 @@ from ..events import (
     ResidencyChanged,
     StreamGap,
     StreamRestarted,
+    TokensDiffer,
 )
 from ..keys.chain import TokenChain, reusable_depth
 from ..keys.domain import Domain
@@ -51,6 +52,7 @@ from ..residency.mirror import Residency
 from ..routing.standing import LocalStanding
 from .history import DEFAULT_CAPACITY_BLOCKS, RoutingHistory
 from .publisher import Promise, Publisher
+from .token_check import TokenCheck
 
 SILENT_AFTER = 16
 """Prompts of two blocks or more served without one engine event, after which the stream is taken for dead."""
@@ -97,6 +99,7 @@ class LocalEndpoint:
         """What the engine did and is not applied yet, by batch, in portions."""
         self.report = LoadReport()
         """What a probe told last."""
+        self.tokens = TokenCheck()
         self.standing = LocalStanding(copy, bit, now, lambda: self.report.queued_tokens)
         self.history: RoutingHistory | None = None
         """What stands in for events; None while they come, and while nothing does."""
@@ -202,6 +205,8 @@ class LocalEndpoint:
         if cached_tokens is not None:
             self.unit = gcd(self.unit, cached_tokens)
             self._tell_reuse()
+        if self.standing.exact:
+            self._check_tokens(chain, cached_tokens)
         if self.history is None and (self._spoke or chain.depth < 2):
             return Delta(set(), set())
         if self.history is None and chain.n_tokens <= self.report.block_tokens:
@@ -224,11 +229,18 @@ class LocalEndpoint:
             self.go_by_history(reason, now)
         elif guess.refuted:
             # Nothing of it is left, and nobody is to be told that there is until an answer shows a hit.
-            self.history, self._guess = None, guess
+            self.history, self._guess, self._served_silently = None, guess, SILENT_AFTER
             self._tell_unused(guess.longest)
             return self._apply(EngineBatch((BlocksCleared(None),)), now)
         assert self.history is not None
         return self._apply(self.history.served(chain), now)
+
+    def _check_tokens(self, chain: TokenChain, cached_tokens: int | None) -> None:
+        differs, new = self.tokens.served(chain, cached_tokens, self.hit_unit, self.residency)
+        if differs:
+            self._journal.count("prompts_stored_otherwise")
+        if new and self.tokens.found is not None:
+            self._journal.tell(TokensDiffer(self.copy.endpoint, *self.tokens.found))
 
     def _short(self, chain: TokenChain) -> Delta:
         """A prompt that is shorter than the engine's block: there is nothing to tell of it, and nothing to reuse."""
@@ -294,6 +306,7 @@ class LocalEndpoint:
             self._tell("restarted", "the engine began a new life")
             self.unit, self.unused = 0, False
             self.standing.reuse.forget()
+            self.tokens.forget()
         if residency.counts.inflated != inflated:
             self._tell("inflated", "more blocks are live than it has: removals were lost")
         if residency.partial != partial:

@@ -30,6 +30,7 @@ from ..events import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    Differs,
     EngineBatch,
     EngineEvent,
     Handle,
@@ -48,6 +49,7 @@ from .live import Live, LiveBlocks, StreamCounts
 from .published import Published
 from .reblock import Reblocker
 from .stores import Stores
+from .strays import PATHS, REACH, parting
 from .tree import RadixTree
 from .window_group import APART_KINDS, WindowGroup
 
@@ -168,6 +170,21 @@ class Residency:
         self._idle.tick(now)
         for tree in self._trees:
             tree.use(key)
+
+    def holds(self, chain: TokenChain, depth: int) -> bool:
+        """Whether every full-attention group holds the first `depth` blocks of a prompt, at least one. O(trees)."""
+        key = chain.key(depth)
+        return all(tree.is_anchor(key, depth, 1) for tree in self._trees)
+
+    def depth(self, chain: TokenChain) -> int:
+        """Return how many leading blocks of a prompt every full-attention group holds. O(log depth) keys a tree."""
+        return min(tree.depth(chain) for tree in self._trees)
+
+    def stray(self, chain: TokenChain, depth: int) -> Differs | None:
+        """Return where the engine stores a prompt otherwise, of which `depth` blocks are found; None if nowhere."""
+        start, width = depth * self._spec.block_tokens, self._spec.block_bytes
+        paths = self._trees[0].paths(chain.key(depth), depth, REACH, PATHS)
+        return parting(chain.packed[depth * width : (depth + REACH) * width], paths, start)
 
     # --- events --------------------------------------------------------------------------------------------
 
