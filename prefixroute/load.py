@@ -4,7 +4,8 @@ Rules:
 1. Work is in seconds of prefill on the endpoint that will do it. Tokens become seconds by its own rate, so unequal
    devices compare (SGLang #28933).
 2. Push-back has hysteresis, a time to live and a reason. *Overloaded* is relative: honoured while a candidate that is
-   not overloaded exists. *Refusing* (the engine answers 503, or is draining) is absolute.
+   not overloaded exists. *Refusing* (the engine answers 503, or is draining) is absolute, and over with the report that
+   says so no more.
 3. Unknown is 0 in a report, and becomes a stated default, never a guess that looks measured.
 """
 

@@ -4,7 +4,8 @@ Rules:
 1. An engine that has to show something of every prompt token (`echo`, log probabilities of the prompt) computes them
    all and reports 0. So does one that does more than a list of known fields says: a field that is not known may shape
    the prompt, or the way it is computed. A client that sends such requests must not make a cache look empty.
-2. It is asked only about answers that told less than was predicted: a hit speaks for itself.
+2. It is asked only about answers that told less than was predicted, since a hit speaks for itself. Where nothing was
+   predicted a field that is not known does no harm, and the answer still tells how fast the engine is.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ _WITH: Final[Mapping[str, Callable[[Any], bool]]] = {
     "logprob_start_len": lambda value: value == -1,
     "logprobs": lambda value: isinstance(value, (bool, int)),
     "n": lambda value: value == 1,
+    "prompt_logprobs": lambda _: False,
+    "return_prompt_logprobs": lambda _: False,
     "return_logprob": lambda value: value is False,
     "suffix": lambda value: value == "",
     "use_beam_search": lambda value: value is False,
@@ -98,15 +101,15 @@ _read = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _value = msgspec.json.Decoder().decode
 
 
-def reads_cache(body: bytes) -> bool:
+def reads_cache(body: bytes, strict: bool = True) -> bool:
     """Whether an engine reads its cache for this request as for any other, for all that is known. O(body).
 
-    A field that is null is one that was left out. Never raises.
+    A field that is null is one that was left out. One that is not known speaks against it, if `strict`. Never raises.
     """
     try:
         fields = _read(body)
         return all(
-            name in _PLAIN or bytes(raw) == b"null" or (name in _WITH and _WITH[name](_value(raw)))
+            name in _PLAIN or bytes(raw) == b"null" or (_WITH[name](_value(raw)) if name in _WITH else not strict)
             for name, raw in fields.items()
         )
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

@@ -215,7 +215,7 @@ class Exchange:
             asked = answer.served_by == answer.target
             load = None if answer.target in self._site.endpoints or not asked else read_load(answer.upstream.headers)
             told = cached if asked else None
-            fair = told is None or self._as_predicted(answer.target, told) or reads_cache(self._request.body)
+            fair = told is None or self._is_fair(answer.target, told)
             if not fair:
                 self._site.count("answers without the cache")
             self._report(Outcome.served(cached_tokens=told, ttft_s=self._ttft_s, load=load, read_cache=fair))
@@ -223,9 +223,11 @@ class Exchange:
         else:
             self._cancel()  # the client's own mistake: nothing was computed, nothing is cached
 
-    def _as_predicted(self, target: str, cached: int) -> bool:
+    def _is_fair(self, target: str, cached: int) -> bool:
+        """Whether an answer's count says what the cache held."""
         weighed = self._decision.candidate(target)
-        return weighed is not None and 0 < weighed.matched_tokens <= cached
+        predicted = weighed.matched_tokens if weighed is not None else 0
+        return 0 < predicted <= cached or reads_cache(self._request.body, strict=predicted > 0)
 
     def _report_failure(self, outcome: Outcome) -> None:
         self._site.count("handed back" if outcome.kind is OutcomeKind.DECLINED else "failed attempts")

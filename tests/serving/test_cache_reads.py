@@ -46,6 +46,13 @@ def test_what_shows_the_prompt_or_is_not_known_does_not_say_what_was_held(fields
     assert reads_cache(msgspec.json.encode({"model": "m", "prompt": "p", "max_tokens": 1, **fields})) is reads
 
 
+@pytest.mark.parametrize(("fields", "reads"), [({"mystery": 1}, True), ({"echo": True}, False), ({"n": 2}, False)])
+def test_where_nothing_was_predicted_a_field_that_is_not_known_does_no_harm(
+    fields: dict[str, Any], reads: bool
+) -> None:
+    assert reads_cache(msgspec.json.encode({"prompt": "p", **fields}), strict=False) is reads
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"a":', b"\xff", b'{"model": ' + b"[" * 100_000])
 def test_what_is_no_request_says_nothing(body: bytes) -> None:
     assert not reads_cache(body)
