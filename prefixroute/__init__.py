@@ -16,6 +16,7 @@ from .events import (
     ClockJumped,
     ContentSpan,
     DatagramRejected,
+    Differs,
     DomainMismatch,
     EngineBatch,
     EngineEvent,
@@ -27,6 +28,7 @@ from .events import (
     ResidencyChanged,
     StreamGap,
     StreamRestarted,
+    TokensDiffer,
     UnknownEvent,
 )
 from .fairness import Entry, FairQueue, FairSettings, FairStats
@@ -67,6 +69,7 @@ __all__ = [
     "DatagramRejected",
     "Decision",
     "DecodeError",
+    "Differs",
     "Digest",
     "Domain",
     "DomainMismatch",
@@ -108,6 +111,7 @@ __all__ = [
     "TenantStats",
     "Tenants",
     "TokenChain",
+    "TokensDiffer",
     "UnknownEvent",
     "UsageError",
     "Withheld",

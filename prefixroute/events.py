@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from .errors import UsageError
 
@@ -232,7 +232,8 @@ class PushBackChanged:
 class ResidencyChanged:
     """A local endpoint's residency became ``partial``, ``exact`` or ``restarted``, its engine is ``silent``, more of
     its blocks are live than it has (``inflated``), events of another rank came to it (``mixed``), or events that cannot
-    be used (``faulty``); and why.
+    be used (``faulty``); answers show that the engine reuses nothing of what it was sent (``unused``), or does again
+    (``reused``); and why.
     """
 
     endpoint: str
@@ -248,6 +249,26 @@ class ClockJumped:
     reason: str
 
 
+class Differs(NamedTuple):
+    """The first place at which an engine stores another token of a prompt than this node hashes."""
+
+    position: int
+    ours: int
+    theirs: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensDiffer:
+    """A local endpoint's engine stores prompts as other tokens than this node hashes, so that they never match: at
+    `position`, the first that differs, it has token `theirs`, and the prompt `ours`.
+    """
+
+    endpoint: str
+    position: int
+    ours: int
+    theirs: int
+
+
 NodeEvent: TypeAlias = (
     DatagramRejected
     | DomainMismatch
@@ -257,6 +278,7 @@ NodeEvent: TypeAlias = (
     | PushBackChanged
     | ResidencyChanged
     | ClockJumped
+    | TokensDiffer
 )
 
 MAX_EVENTS = 1024

@@ -4,13 +4,14 @@ Rules:
 1. Work is in seconds of prefill on the endpoint that will do it. Tokens become seconds by its own rate, so unequal
    devices compare (SGLang #28933).
 2. Push-back has hysteresis, a time to live and a reason. *Overloaded* is relative: honoured while a candidate that is
-   not overloaded exists. *Refusing* (the engine answers 503, or is draining) is absolute.
+   not overloaded exists. *Refusing* (the engine answers 503, or is draining) is absolute, and over with the report that
+   says so no more.
 3. Unknown is 0 in a report, and becomes a stated default, never a guess that looks measured.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 from typing import NamedTuple
@@ -32,6 +33,17 @@ class PushBackState(IntEnum):
     REFUSING = 2
 
 
+_COUNTS = (
+    "running",
+    "waiting",
+    "queued_tokens",
+    "prefill_tokens_per_s",
+    "overhead_s",
+    "capacity_tokens",
+    "block_tokens",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """What an endpoint's engine, or a probe of it, says of its load; 0 means not known.
@@ -39,6 +51,7 @@ class LoadReport:
     `queued_tokens` are prompt tokens that wait for prefill or are in it, cached ones not counted. `overhead_s` is the
     fixed part of a time to first token. `capacity_tokens` is the size of the GPU tier. `refusing` says that the engine
     turned a request away, and `reason` why. `asleep` says that it gave its memory away, and its cache with it.
+    `block_tokens` is the engine's own block by its own word: no hit is shorter. The last two do not travel.
     """
 
     running: int = 0
@@ -51,9 +64,10 @@ class LoadReport:
     refusing: bool = False
     reason: str = ""
     asleep: bool = False
+    block_tokens: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("running", "waiting", "queued_tokens", "prefill_tokens_per_s", "overhead_s", "capacity_tokens"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value < 2**63:
                 raise UsageError(f"LoadReport.{name} must be 0 (not known) or positive and below 2**63, got {value!r}")

@@ -461,10 +461,10 @@ class Node:
             self._tallies.served(decision, standing.local, flight.weighed.matched_tokens, outcome)
         local = self._table.locals.get(standing.name)
         if local is not None:
-            if outcome.ttft_s is not None and outcome.cached_tokens is not None:
-                uncached = decision.prompt_tokens - outcome.cached_tokens
-                local.standing.estimate.add(uncached, outcome.ttft_s, flight.queued)
-            self._table.served(local, chain, outcome.cached_tokens, now)
+            cached = outcome.counted_tokens
+            if outcome.ttft_s is not None and cached is not None:
+                local.standing.estimate.add(decision.prompt_tokens - cached, outcome.ttft_s, flight.queued)
+            self._table.served(local, chain, cached, now)
         chain.remember()  # by now it is packed
 
     def _check(self) -> None:

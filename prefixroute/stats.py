@@ -17,6 +17,7 @@ from collections.abc import Container
 from typing import Any, NamedTuple, TypeAlias
 
 from .endpoint.local import LocalEndpoint
+from .events import Differs
 from .fairness import MAX_TENANTS, OTHER
 from .keys.keyset import Keys
 from .routing.decision import Decision, Outcome
@@ -32,7 +33,8 @@ class EndpointStats(NamedTuple):
     `residency` says what a local endpoint's blocks are known from: ``exact`` or ``partial`` events, or none
     (``silent``: routing history stands in); "" of a peer. `inflated` counts the times that more blocks were live than
     its engine has. `accuracy` compares what this node predicted of it with the cached tokens of its answers.
-    `zone` is its owner's label, "" while it is not known.
+    `zone` is its owner's label, "" while it is not known. `differs` says where a local engine stores prompts as other
+    tokens than this node hashes, None while it does not.
     """
 
     endpoint: str
@@ -51,6 +53,7 @@ class EndpointStats(NamedTuple):
     inflated: int = 0
     accuracy: Accuracy = Accuracy()
     zone: str = ""
+    differs: Differs | None = None
 
 
 class RoundTrip(NamedTuple):
@@ -140,6 +143,7 @@ def row_of(standing: Standing, local: LocalEndpoint | None, usable: bool, now: f
         0 if local is None else local.residency.counts.inflated,
         standing.accuracy,
         standing.zone,
+        None if local is None else local.tokens.found,
     )
 
 

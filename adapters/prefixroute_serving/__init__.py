@@ -24,6 +24,7 @@ Each file but `command.py` imports only what stands above it.
 | `site.py` | what the parts of one running sidecar share |
 | `sidecar_stats.py` | what ``/prefixroute/stats`` tells |
 | `upstream.py` | what is sent to an engine or a peer, and its answer up to the first event |
+| `cache_reads.py` | whether an engine reads its cache for a request, so that its count can be compared |
 | `exchange.py` | one request, from its decision to its last byte |
 | `pages.py` | all paths that are not routed |
 | `sidecar.py` | the sidecar: it reads a request, has the node decide, and starts the exchange |

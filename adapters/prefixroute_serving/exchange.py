@@ -34,6 +34,7 @@ from starlette.types import Send
 from prefixroute import Decision, Outcome, OutcomeKind
 
 from .answer_streams import Diverged, StreamLedger, UpstreamBroke
+from .cache_reads import reads_cache
 from .door import Reply, begin_reply, error_reply, send_piece, send_reply
 from .headers import (
     LOAD_HEADER,
@@ -215,10 +216,20 @@ class Exchange:
         if answer.status == 200:
             asked = answer.served_by == answer.target
             load = None if answer.target in self._site.endpoints or not asked else read_load(answer.upstream.headers)
-            self._report(Outcome.served(cached_tokens=cached if asked else None, ttft_s=self._ttft_s, load=load))
+            told = cached if asked else None
+            fair = told is None or self._is_fair(answer.target, told)
+            if not fair:
+                self._site.count("answers without the cache")
+            self._report(Outcome.served(cached_tokens=told, ttft_s=self._ttft_s, load=load, read_cache=fair))
             self._settled = True
         else:
             self._cancel()  # the client's own mistake: nothing was computed, nothing is cached
+
+    def _is_fair(self, target: str, cached: int) -> bool:
+        """Whether an answer's count says what the cache held."""
+        weighed = self._decision.candidate(target)
+        predicted = weighed.matched_tokens if weighed is not None else 0
+        return 0 < predicted <= cached or reads_cache(self._request.body, strict=predicted > 0)
 
     def _report_failure(self, outcome: Outcome) -> None:
         self._site.count("handed back" if outcome.kind is OutcomeKind.DECLINED else "failed attempts")

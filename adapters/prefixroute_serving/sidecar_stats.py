@@ -61,4 +61,6 @@ def _decisions(times: list[float], samples: bool) -> dict[str, Any]:
 
 
 def _endpoint(row: EndpointStats) -> dict[str, Any]:
-    return {**row._asdict(), "accuracy": {**row.accuracy._asdict(), "compared": row.accuracy.compared}}
+    accuracy = {**row.accuracy._asdict(), "compared": row.accuracy.compared}
+    differs = row.differs._asdict() if row.differs is not None else None
+    return {**row._asdict(), "accuracy": accuracy, "differs": differs}

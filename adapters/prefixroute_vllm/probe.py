@@ -41,6 +41,7 @@ def load_reports(page: str) -> dict[int, LoadReport]:
     """Return what a vLLM metrics page says about each rank. O(page)."""
     ranks: dict[int, dict[str, float]] = {}
     capacity: dict[int, int] = {}
+    blocks: dict[int, int] = {}
     resting: dict[int, str] = {}
     asleep: set[int] = set()
     for sample in parse_samples(page):
@@ -49,6 +50,7 @@ def load_reports(page: str) -> dict[int, LoadReport]:
             continue
         if sample.name == _CONFIG:
             capacity[rank] = _capacity_tokens(sample.labels)
+            blocks[rank] = whole(sample.labels.get("block_size", "")) or 0
         elif sample.name == _SLEEP:
             state = sample.labels.get("sleep_state", "")
             if state == "awake":
@@ -68,6 +70,7 @@ def load_reports(page: str) -> dict[int, LoadReport]:
             refusing=rank in resting,
             reason=resting.get(rank, ""),
             asleep=rank in asleep,
+            block_tokens=blocks.get(rank, 0),
         )
         for rank, values in ranks.items()
     }

@@ -29,7 +29,7 @@ from ..events import EngineBatch, Journal, ResidencyChanged
 from ..keys.chain import TokenChain, wire_key
 from ..keys.keyset import Delta, Keys
 from ..keys.names import owner_of
-from ..load import LoadReport
+from ..load import LoadReport, PushBackState
 from ..replication.copies import Copy, Peer
 from ..routing.fleet import Fleet
 from ..routing.index import MergedIndex
@@ -171,7 +171,9 @@ class EndpointTable:
         if local is None:
             return
         self._took(local, local.probed(report, now), news_at=now)
-        local.advertise(now)
+        refused = local.push_back.state is PushBackState.REFUSING
+        if local.advertise(now) and (refused or local.push_back.state is PushBackState.REFUSING):
+            self._news(now)
         self.fleet.refresh(local.standing, now)
 
     def go_by_history(self, endpoint: str, reason: str, now: float) -> None:
@@ -182,7 +184,11 @@ class EndpointTable:
 
     def served(self, local: LocalEndpoint, chain: TokenChain, cached_tokens: int | None, now: float) -> None:
         """Learn from a prompt that a local engine served."""
+        unused = local.unused
         self._took(local, local.served(chain, cached_tokens, now))
+        if local.unused is not unused:
+            local.advertise(now)
+            self._news(now)
 
     def begun(self, ticket: int, chain: TokenChain, standing: Standing, depth: int, now: float) -> None:
         """Announce what a prompt will leave: peers that get such a prompt before the engine tells are to know."""
@@ -240,7 +246,7 @@ class EndpointTable:
         self._took(local, local.apply(portion, now))
         self.now = now
         self._news(now)
-        if local.residency.hit_unit not in (0, local.copy.advert.hit_unit):
+        if local.residency.hit_unit and local.hit_unit != local.copy.advert.hit_unit:
             # The first event tells the engine's block; until then a match is rounded down to the canonical one.
             local.advertise(now)
             self.fleet.refresh(local.standing, now)

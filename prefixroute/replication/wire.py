@@ -246,10 +246,12 @@ _TERMS = (
 
 What has no row does not travel, but for `LoadReport.refusing`, which is the state `REFUSING`."""
 
+_STAYS = ("asleep", "block_tokens")
+
 _TELL = [(attrgetter(term.path), term.tell) for term in _TERMS]
 _READ = [term.read for term in _TERMS]
 _PLACES = {term.path: at for at, term in enumerate(_TERMS)} | {"report.refusing": len(_TERMS)}
-_OF_REPORT = itemgetter(*(_PLACES[f"report.{field.name}"] for field in fields(LoadReport) if field.name != "asleep"))
+_OF_REPORT = itemgetter(*(_PLACES[f"report.{field.name}"] for field in fields(LoadReport) if field.name not in _STAYS))
 _OF_ADVERT = itemgetter(*(_PLACES[name] for name in Advert._fields if name != "report"))
 """What picks the arguments of a report, and those of an advert behind its report, from the values of all terms."""
 

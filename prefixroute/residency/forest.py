@@ -6,7 +6,7 @@ Rules:
 2. The published blocks are closed under prefixes, since the matchable blocks of each tree are. Their anchors are those
    of any tree that all trees hold. Where the trees diverge, the last common block may be no anchor of either: a coarse
    stride then publishes less than it could, but nothing false.
-3. A forest is made for its trees. One more group takes a new forest, in which at first no block is held by all.
+3. A forest is made for its trees. One more group, or one less, takes a new one.
 
 Memory: about 110 bytes a key, beside the trees'.
 """
@@ -21,18 +21,17 @@ from .tree import RadixTree
 
 
 class Forest(Published):
-    """Two or more trees, the last of them new and empty, in the place of `before`. O(blocks) to make."""
+    """Two or more trees, in the place of `before`. O(blocks) to make."""
 
     def __init__(self, trees: Sequence[RadixTree], before: Published) -> None:
         super().__init__()
         self._trees = tuple(trees)
-        self._quorum = 0
-        before.collect()
+        self._holders = Counter(key for tree in self._trees for key in tree)
+        """Key -> number of trees that hold it."""
+        self._quorum = sum(n == len(self._trees) for n in self._holders.values())
         self.replace(before)
         for tree in self._trees:
             tree.take_changes()
-        self._holders = Counter(key for tree in self._trees for key in tree)
-        """Key -> number of trees that hold it."""
 
     @property
     def n_keys(self) -> int:
@@ -42,6 +41,10 @@ class Forest(Published):
     def __iter__(self) -> Iterator[int]:
         """Yield the keys of the blocks that are matchable in every tree."""
         return (key for key, n in self._holders.items() if n == len(self._trees))
+
+    def placed(self) -> Iterator[tuple[int, int]]:
+        """Yield the keys of the blocks that are matchable in every tree, with their depths."""
+        return (row for row in self._trees[0].placed() if self._holders[row[0]] == len(self._trees))
 
     def collect(self) -> None:
         """Count what the trees gained and lost."""

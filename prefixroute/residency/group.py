@@ -36,10 +36,18 @@ class Group:
     def __init__(self, reblocker: Reblocker | None, window: WindowGroup | None = None) -> None:
         self.reblocker = reblocker
         self.window = window
-        self.block_size = 0
+        self.told_size = 0
+        """Of a group without a reblocker: tokens of a block by the stores that were accepted."""
+        self.counts = False
+        """Whether the engine has such a group: a store that was accepted said so, be it of no block."""
         self.runs: dict[Handle, Run] = {}
         self.waiting: dict[Handle, dict[Handle, Run]] = {}
         """Handle of a parent that has not come -> the runs that wait for it, by their own first handle."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block, of the blocks that the group holds or held last; 0 if that is not known."""
+        return self.reblocker.block_size if self.reblocker is not None else self.told_size
 
     def each(self) -> list[Run]:
         """Return the runs in the order in which their handles came. O(blocks)."""
@@ -250,6 +258,8 @@ class Group:
                     assert run.parent.root == run.root and run.parent.end == run.start
             if run.wants is not None:
                 assert run.wants not in self.runs and self.waiting[run.wants][run.handles[0]] is run
+        if self.reblocker is not None:
+            self.reblocker.check_sizes(runs)
         for wanted, waiting in self.waiting.items():
             assert waiting and all(run.wants == wanted for run in waiting.values())
             assert all(self.runs[first] is run and run.handles[0] == first for first, run in waiting.items())
@@ -257,7 +267,7 @@ class Group:
 
 def hit_unit(groups: Iterable[Group]) -> int:
     """Return the tokens in which the engine can reuse a prefix: its blocks' common multiple, 0 if none is known."""
-    sizes = [group.block_size for group in groups if group.block_size]
+    sizes = [size for group in groups if (size := group.block_size)]
     return lcm(*sizes) if sizes else 0
 
 

@@ -34,8 +34,8 @@ Held: TypeAlias = RadixTree | Forest
 class HybridHits(Published):
     """The ends of one endpoint and their marks, in the place of `held`, which was published while it was no hybrid.
 
-    `groups` are the endpoint's groups by number; the caller adds to them. `credited` are the tiers in which a window
-    group's block counts.
+    `groups` are the endpoint's groups by number; the caller adds to them and says which count. `credited` are the tiers
+    in which a window group's block counts.
     """
 
     ends_only = True
@@ -47,7 +47,7 @@ class HybridHits(Published):
         self._groups = groups
         self._credited = credited
         self._size = spec.block_tokens
-        self._unit = 0
+        self._unit = self._size
         self._windows: list[WindowGroup] = []
         self._told: list[Handle] = []
         """Handles that full-attention groups told of since the last `collect`."""
@@ -60,10 +60,7 @@ class HybridHits(Published):
         self._marks = KeyCounts()
         self._waits = False
         """Whether full-attention blocks waited for their parents at the last `collect`."""
-        held.collect()
         self.replace(held)
-        self._changes.gain(ENDS_ONLY)
-        self._touch(ENDS_ONLY, 0)
 
     # --- reading -------------------------------------------------------------------------------------------
 
@@ -77,6 +74,10 @@ class HybridHits(Published):
         yield ENDS_ONLY
         yield from self._ends
         yield from self._marks
+
+    def placed(self) -> Iterator[tuple[int, int]]:
+        """Yield the keys with their depths, 0 for those of no block."""
+        return ((key, self._depth(key)) for key in self)
 
     def anchors(self, anchor_stride: int) -> Iterator[int]:
         """Yield the keys that are published at stride `anchor_stride`. O(keys)."""
@@ -110,7 +111,7 @@ class HybridHits(Published):
         """Bring the ends up to date. O(what was touched in the groups and the trees)."""
         self.held.collect()
         full = [group for group in self._groups.values() if group.reblocker is not None]
-        others = [(group, group.window) for group in self._groups.values() if group.window is not None]
+        others = [(group, group.window) for group in self._groups.values() if group.counts and group.window is not None]
         waits = any(group.waiting for group in full)
         for group, window in others:
             self._follow(group, window, self._wanted(window, full, waits or self._waits), full)
@@ -207,7 +208,7 @@ class HybridHits(Published):
     def _changed(self, windows: list[WindowGroup]) -> dict[Handle, None]:
         """The handles to judge again: all, if the hit unit or the window groups are others now."""
         changed: dict[Handle, None] = {}
-        unit = hit_unit(self._groups.values())
+        unit = hit_unit(self._groups.values()) or self._size
         if unit != self._unit or windows != self._windows:
             self._unit, self._windows = unit, windows
             changed.update(dict.fromkeys(self._places))
@@ -283,7 +284,7 @@ class HybridHits(Published):
 
     def _check(self) -> None:
         """Assert every invariant, the window groups' included. O(blocks)."""
-        others = [(group, group.window) for group in self._groups.values() if group.window is not None]
+        others = [(group, group.window) for group in self._groups.values() if group.counts and group.window is not None]
         assert [window for _, window in others] == self._windows
         for group, window in others:
             window._check()

@@ -10,7 +10,8 @@ Rules (each has a recorded stream or a named issue behind it):
    state groups enter the hit unit, and a hit ends only where each of them has what it needs (`hybrid_hits`).
 5. A gap makes the residency partial: what was known before it is doubtful (`live`).
 6. What is published is one of three structures (`published`). It changes when the first window or state group comes,
-   when one more full-attention group comes, and when the engine restarts.
+   when one more full-attention group comes, and when the engine restarts. A group has come when a store of it was
+   accepted (`Group.counts`), not before: rubbish with another group's number takes no match away.
 7. Nothing that an engine sends raises: unknown removals and unusable events are counted.
 
 Memory, the tree's and the handles' included: 98 bytes per engine block of one token, 245 of 16 tokens, 410 of 32 (by
@@ -29,6 +30,7 @@ from ..events import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    Differs,
     EngineBatch,
     EngineEvent,
     Handle,
@@ -47,6 +49,7 @@ from .live import Live, LiveBlocks, StreamCounts
 from .published import Published
 from .reblock import Reblocker
 from .stores import Stores
+from .strays import PATHS, REACH, parting
 from .tree import RadixTree
 from .window_group import APART_KINDS, WindowGroup
 
@@ -66,14 +69,21 @@ class Residency:
         self._spec = ChainSpec(domain.block_size, domain.mix)
         self._credited = tuple(credited)
         self._groups: dict[int, Group] = {}
+        self._counted: dict[int, Group] = {}
+        """Those that count (rule 6)."""
         self._live = LiveBlocks()
-        self._stores = Stores(domain, self._live, self.counts, self._group)
+        self._stores = Stores(domain, self._live, self.counts, self._group, self._is_known)
         self._idle = Idleness()
         self._trees = [RadixTree(self._spec, self._credited, self._idle)]
-        """One for each full-attention group; the first is there before its group."""
+        """One for each full-attention group that counts; the first is there before its group."""
         self._held: Held = self._trees[0]
         self._published: Published = self._held
         self._inflated = False
+        self.hit_unit = 0
+        """Tokens in which the engine can reuse a prefix: the common multiple of its groups' blocks, 0 if unknown.
+
+        Of the blocks that are held, or were last. To be read only.
+        """
 
     # --- reading -------------------------------------------------------------------------------------------
 
@@ -81,11 +91,6 @@ class Residency:
     def confidence(self) -> float:
         """How far the matchable blocks can be relied on: 1.0 while none predates a gap, never below `live.DOUBT`."""
         return self._live.confidence
-
-    @property
-    def hit_unit(self) -> int:
-        """Tokens in which the engine can reuse a prefix: the common multiple of its groups' blocks, 0 if unknown."""
-        return hit_unit(self._groups.values())
 
     @property
     def eviction_age_s(self) -> float:
@@ -148,6 +153,9 @@ class Residency:
         if removal is not None:
             self._remove(removal, handles)
         self._idle.collect()
+        if len(self._groups) > len(self._counted):
+            self._regroup()
+        self.hit_unit = hit_unit((self._counted or self._groups).values())
         self._published.collect()
         self._check_inflation()
 
@@ -162,6 +170,21 @@ class Residency:
         self._idle.tick(now)
         for tree in self._trees:
             tree.use(key)
+
+    def holds(self, chain: TokenChain, depth: int) -> bool:
+        """Whether every full-attention group holds the first `depth` blocks of a prompt, at least one. O(trees)."""
+        key = chain.key(depth)
+        return all(tree.is_anchor(key, depth, 1) for tree in self._trees)
+
+    def depth(self, chain: TokenChain) -> int:
+        """Return how many leading blocks of a prompt every full-attention group holds. O(log depth) keys a tree."""
+        return min(tree.depth(chain) for tree in self._trees)
+
+    def stray(self, chain: TokenChain, depth: int) -> Differs | None:
+        """Return where the engine stores a prompt otherwise, of which `depth` blocks are found; None if nowhere."""
+        start, width = depth * self._spec.block_tokens, self._spec.block_bytes
+        paths = self._trees[0].paths(chain.key(depth), depth, REACH, PATHS)
+        return parting(chain.packed[depth * width : (depth + REACH) * width], paths, start)
 
     # --- events --------------------------------------------------------------------------------------------
 
@@ -222,7 +245,7 @@ class Residency:
                 group.runs.clear()
                 group.waiting.clear()
                 if group.reblocker is not None:
-                    group.reblocker.tree.clear()
+                    group.reblocker.clear()
                 continue
             for run in [run for run in runs if tier in run.copies]:
                 self._live.release(group, run, tier)
@@ -235,6 +258,8 @@ class Residency:
         """Forget everything, the groups too: another incarnation may have other groups, with other blocks."""
         self._clear(None)
         self._groups.clear()
+        self._counted.clear()
+        self.hit_unit = 0
         before, self._stores.hits = self._published, None
         self._trees = [RadixTree(self._spec, self._credited, self._idle)]
         self._held = self._published = self._trees[0]
@@ -263,27 +288,40 @@ class Residency:
         if group is None:
             reblocker = window = None
             if kind in FULL_ATTENTION_KINDS:
-                reblocker = Reblocker(self._spec, self._add_tree())
+                first = all(other.reblocker is None for other in self._groups.values())
+                tree = self._trees[0] if first else RadixTree(self._spec, self._credited, self._idle)
+                reblocker = Reblocker(self._spec, tree)
             elif kind not in APART_KINDS:
                 window = WindowGroup(kind)
-                if self._stores.hits is None:
-                    self._published = self._stores.hits = HybridHits(
-                        self._held, self._groups, self._credited, self._spec
-                    )
             group = self._groups[number] = Group(reblocker, window)
         return group
 
-    def _add_tree(self) -> RadixTree:
-        """The tree for one more full-attention group: the first one, or a new one in a forest with the others."""
-        if all(group.reblocker is None for group in self._groups.values()):
-            return self._trees[0]
-        self._trees.append(RadixTree(self._spec, self._credited, self._idle))
-        self._held = Forest(self._trees, self._held)
-        if self._stores.hits is None:
-            self._published = self._held
-        else:
-            self._stores.hits.held = self._held
-        return self._trees[-1]
+    def _is_known(self, handle: Handle) -> bool:
+        return any(handle in group.runs for group in self._groups.values())
+
+    def _regroup(self) -> None:
+        """Let those groups count of which a store was accepted. O(groups), O(blocks) if that are more than before."""
+        for number, group in self._groups.items():
+            reblocker = group.reblocker
+            group.counts = group.counts or (reblocker is not None and reblocker.placed_any)
+            if not group.counts or number in self._counted:
+                continue
+            full = any(other.reblocker is not None for other in self._counted.values())
+            self._counted[number] = group
+            if group.window is not None and self._stores.hits is None:
+                self._published = self._stores.hits = HybridHits(self._held, self._groups, self._credited, self._spec)
+            if reblocker is not None:
+                before, self._trees = self._held, [*self._trees, reblocker.tree] if full else [reblocker.tree]
+                if full:
+                    self._held = Forest(self._trees, before)
+                elif before is not reblocker.tree:
+                    # Rubbish had taken the first tree.
+                    self._held = reblocker.tree
+                    self._held.replace(before)
+                if self._stores.hits is None:
+                    self._published = self._held
+                else:
+                    self._stores.hits.held = self._held
 
     def _check(self) -> None:
         """Assert every invariant. O(blocks)."""

@@ -51,16 +51,23 @@ class Published(ABC):
         return changes
 
     def replace(self, before: Published) -> None:
-        """Take the place of `before`, with no key yet, and tell what it has not told. O(keys of `before`)."""
+        """Take the place of `before`, and tell what it has not told and what is another's now. O(keys of both)."""
         watched, self._changes = before._touched is not None, before.take_changes()
         touched = before.take_touched()
         for key in before:
             self._changes.lose(key)
             touched[key] = 0
+        for key, depth in self.placed():
+            self._changes.gain(key)
+            touched[key] = depth
         before.watch_anchors(False)
         self.watch_anchors(watched)
         if watched:
             self._touched = touched
+
+    def placed(self) -> Iterator[tuple[int, int]]:
+        """Yield the 64-bit keys that are there when it takes another one's place, with their depths. O(keys)."""
+        return iter(())
 
     @abstractmethod
     def anchors(self, anchor_stride: int) -> Iterator[int]:

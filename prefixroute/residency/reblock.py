@@ -11,11 +11,16 @@ Rules:
 3. A run whose path to the root is not known is *unresolved* and vouches for nothing. A run that the tree cannot take is
    unresolved too, and so is everything below an unresolved run. Resolving a run resolves what hangs below it.
 4. `key` is the key at depth end // block. A run in which no canonical block ends has the key of its parent.
+5. The group's block size is that of its resolved, held blocks, the largest in the GPU tier: a partial block is smaller,
+   and what another tier keeps as one may be several blocks. What an event says of blocks that were never placed, or are
+   gone, counts for nothing.
 """
 
 from __future__ import annotations
 
-from ..events import ContentSpan
+from collections.abc import Iterable
+
+from ..events import GPU, ContentSpan
 from ..keys.chain import TOKEN_BYTES, ChainSpec, block_extras
 from .runs import Run
 from .tree import RadixTree
@@ -28,6 +33,36 @@ class Reblocker:
         self._size = spec.block_tokens
         self._width = spec.block_bytes
         self.tree = tree
+        self._sizes: dict[int, int] = {}
+        """Tokens of a block -> resolved blocks of that size in the GPU tier."""
+        self._last_size = 0
+        self.placed_any = False
+        """Whether any block was ever on a known path."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of the group's blocks in the GPU tier; while there is none, of the last one, 0 before the first."""
+        return max(self._sizes, default=self._last_size)
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self.tree.clear()
+        self._last_size = self.block_size
+        self._sizes.clear()
+
+    def _resize(self, unit: int, n: int, tier: str) -> None:
+        """Count `n` more blocks of `unit` tokens in a tier, or fewer."""
+        self.placed_any = True
+        if tier != GPU:
+            return
+        sizes = self._sizes
+        left = sizes.get(unit, 0) + n
+        if left:
+            sizes[unit] = left
+        else:
+            del sizes[unit]
+            if not sizes:
+                self._last_size = unit
 
     def resolve(self, run: Run, root: int) -> None:
         """Give `run` and all below it their places, and vouch for what they hold. O(blocks resolved)."""
@@ -41,14 +76,20 @@ class Reblocker:
             run.end = run.start + size
             run.root = root
             for tier in run.copies:
-                self.hold(run, tier)
+                self._resize(run.unit, len(run.handles), tier)
+            for tier in run.copies:
+                if run.root is not None:
+                    self._hold(run, tier)
             if run.root is not None:
                 stack.extend(run.each_kid())
 
     def hold(self, run: Run, tier: str) -> None:
         """Vouch in `tier`, in which `run` has just gained its first copy. O(blocks)."""
-        if run.root is None:
-            return
+        if run.root is not None:
+            self._resize(run.unit, len(run.handles), tier)
+            self._hold(run, tier)
+
+    def _hold(self, run: Run, tier: str) -> None:
         n = self._own(run, run.start, tier)
         if n and not self._add(run, run.end // self._size, n, tier):
             return
@@ -64,6 +105,7 @@ class Reblocker:
         """Take back what `run` vouches for in `tier`. Call it before the copy is dropped. O(blocks)."""
         if run.root is None:
             return
+        self._resize(run.unit, -len(run.handles), tier)
         self._take_back(run, run.start, tier)
         if run.kids is not None and run.end % self._size:
             depth = run.end // self._size + 1
@@ -77,6 +119,7 @@ class Reblocker:
         if not run.known:
             return
         if run.root is not None:
+            self._resize(run.unit, at - len(run.handles), tier)
             key = self.key_at(run, at)
             self._take_back(run, run.start + at * run.unit, tier)
             run.key = key
@@ -88,6 +131,8 @@ class Reblocker:
         while stack:
             run = stack.pop()
             if run.root is not None:
+                for tier in run.copies:
+                    self._resize(run.unit, -len(run.handles), tier)
                 run.root = run.key = None
                 stack.extend(run.each_kid())
 
@@ -109,6 +154,14 @@ class Reblocker:
         """Assert that the tree has what the run vouches for. O(runs above)."""
         if run.root is not None:
             assert self._placed(run) or not any(self._own(run, run.start, tier) for tier in run.copies)
+
+    def check_sizes(self, runs: Iterable[Run]) -> None:
+        """Assert that the sizes are those of the resolved blocks among all `runs`. O(runs)."""
+        counted: dict[int, int] = {}
+        for run in runs:
+            if run.root is not None and GPU in run.copies:
+                counted[run.unit] = counted.get(run.unit, 0) + len(run.handles)
+        assert counted == self._sizes
 
     def _placed(self, run: Run) -> bool:
         return self.tree.has(run.key, run.end // self._size)

@@ -7,6 +7,8 @@ Rules:
 3. A report is blocks that an engine tells of again because it was asked to, not because it stored them. Blocks that are
    held already are only confirmed; the others are plain stores. So a report adds no copies, whatever it repeats (vLLM's
    full mode, #45261).
+4. What an event says of its group and sizes counts with its blocks: in a full-attention group while they are held on a
+   known path (`reblock`), in another one if they can be so. Blocks of which nothing else is known teach nothing.
 """
 
 from __future__ import annotations
@@ -26,15 +28,24 @@ from .runs import Run
 
 
 class Stores:
-    """Puts stores and reports into groups. `group_of(number, kind)` gives the group, and makes it if it is new."""
+    """Puts stores and reports into groups. `group_of(number, kind)` gives the group, and makes it if it is new.
+
+    `is_known(handle)` says whether any group has a block.
+    """
 
     def __init__(
-        self, domain: Domain, live: LiveBlocks, counts: StreamCounts, group_of: Callable[[int, str], Group]
+        self,
+        domain: Domain,
+        live: LiveBlocks,
+        counts: StreamCounts,
+        group_of: Callable[[int, str], Group],
+        is_known: Callable[[Handle], bool],
     ) -> None:
         self._domain = domain
         self._live = live
         self._counts = counts
         self._group_of = group_of
+        self._is_known = is_known
         self.hits: HybridHits | None = None
         """Of a hybrid model: is told which blocks full-attention groups store."""
 
@@ -44,14 +55,18 @@ class Stores:
         handles = list(event.handles)
         self._counts.stored += len(handles)
         data = self._content(event)
-        if event.tier == GPU and event.block_size > 0:
+        if group.reblocker is None and self._fits(event):
+            group.counts = True
             # A partial block is smaller, and what another tier keeps as one may be several blocks.
-            group.block_size = max(group.block_size, event.block_size)
-        if group.window is not None:
-            group.window.size(event.window, group.block_size, group.runs)
-            group.window.tell(event.parent, event.handles, len(event.tokens))
-        elif self.hits is not None:
-            self.hits.tell(handles)
+            size = event.block_size if event.tier == GPU else 0
+            group.told_size = max(group.block_size, size) if group.runs or not size else size
+            if group.window is not None:
+                group.window.size(event.window, group.told_size, group.runs)
+                group.window.tell(event.parent, event.handles, len(event.tokens))
+        elif group.reblocker is not None:
+            group.counts = group.counts or not handles
+            if self.hits is not None:
+                self.hits.tell(handles)
         if data is not None and group.reblocker is not None:
             run, root = Run(handles, self._live.epoch), self._root(group, event)
             if root is not None and group.enter(run):
@@ -66,7 +81,10 @@ class Stores:
         Reports of window and state groups are left out: vLLM's name blocks that the group has skipped (0.32.0).
         """
         group = self._group_of(event.group, event.group_kind)
-        if group.reblocker is None or self._content(event) is None:
+        if group.reblocker is None:
+            group.counts = group.counts or self._fits(event)
+            return
+        if self._content(event) is None:
             return
 
         def held(handle: Handle) -> bool:
@@ -96,6 +114,12 @@ class Stores:
         except UsageError:
             self._counts.unknown_events += 1
             return None
+
+    def _fits(self, event: BlocksStored) -> bool:
+        """Whether a store of a group that keeps less than every block can be so: its size, its tokens, its parent."""
+        size, tokens = event.block_size, len(event.tokens)
+        whole = size > 0 and not tokens % size and (not tokens or tokens >= size * len(event.handles))
+        return whole and (not event.handles or event.parent is None or self._is_known(event.parent))
 
     def _root(self, group: Group, event: BlocksStored) -> int | None:
         """Key of the root above an event's blocks, None while the path is not known."""

@@ -18,6 +18,7 @@ edge: 190 bytes in all; per edge about 600 more; per request end about 100; per 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 
@@ -71,6 +72,11 @@ class RadixTree(Published):
         """Yield the keys of all matchable blocks, parents before children."""
         for edge in self._edges():
             yield from edge.keys[: edge.reach]
+
+    def placed(self) -> Iterator[tuple[int, int]]:
+        """Yield the keys of all matchable blocks with their depths."""
+        for edge in self._edges():
+            yield from zip(edge.keys[: edge.reach], range(edge.depth + 1, edge.depth + edge.reach + 1), strict=True)
 
     def anchors(self, anchor_stride: int) -> Iterator[int]:
         """Yield the keys of the anchors of stride `anchor_stride`. O(edges + anchors)."""
@@ -197,6 +203,28 @@ class RadixTree(Published):
             edge = edge.parent
             at += len(edge.keys)
         return edge.keys[at]
+
+    def depth(self, chain: TokenChain) -> int:
+        """Return how many leading blocks of a prompt are matchable. O(log depth) keys."""
+        return bisect_left(range(1, chain.depth + 1), True, key=lambda d: not self.is_anchor(chain.key(d), d, 1))
+
+    def paths(self, key: int, depth: int, blocks: int, most: int) -> Iterator[bytes]:
+        """Yield the packed tokens of up to `blocks` blocks of `most` paths below (key, depth), the newest first.
+
+        Nothing for a block that is not in the tree. O(edges).
+        """
+        size, edge = self._size, self._where.get(key)
+        if edge is None:
+            return
+        stack = [(edge, depth - edge.depth, b"")]
+        while stack and most:
+            edge, at, data = stack.pop()
+            data += edge.data[at * size : (at + blocks) * size]
+            if len(data) >= blocks * size or not edge.children:
+                most -= 1
+                yield data[: blocks * size]
+            else:
+                stack += [(child, 0, data) for child in list(edge.children.values())[-most:]]
 
     # --- parts ---------------------------------------------------------------------------------------------
 

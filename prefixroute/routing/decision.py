@@ -34,7 +34,9 @@ class Outcome:
     """How one attempt ended; make it with one of the class methods.
 
     `cached_tokens` is the engine's own count, `ttft_s` the time to first token in seconds as the caller saw it, `load`
-    what the server's reply said of its load. Raises `UsageError` for numbers that cannot be.
+    what the server's reply said of its load. `read_cache` is False where the engine did not look the prompt up in its
+    cache, as for `echo` or log probabilities of the prompt, or where that is not known: then count and time are
+    compared with nothing. Raises `UsageError` for numbers that cannot be.
     """
 
     kind: OutcomeKind
@@ -42,6 +44,7 @@ class Outcome:
     cached_tokens: int | None = None
     ttft_s: float | None = None
     load: LoadReport | None = None
+    read_cache: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, OutcomeKind):
@@ -58,10 +61,20 @@ class Outcome:
 
     @classmethod
     def served(
-        cls, cached_tokens: int | None = None, ttft_s: float | None = None, load: LoadReport | None = None
+        cls,
+        cached_tokens: int | None = None,
+        ttft_s: float | None = None,
+        load: LoadReport | None = None,
+        *,
+        read_cache: bool = True,
     ) -> Outcome:
         """The request was answered."""
-        return cls(OutcomeKind.SERVED, "", cached_tokens, ttft_s, load)
+        return cls(OutcomeKind.SERVED, "", cached_tokens, ttft_s, load, read_cache)
+
+    @property
+    def counted_tokens(self) -> int | None:
+        """The engine's count where it says what the cache held; None where there is nothing to compare."""
+        return self.cached_tokens if self.read_cache else None
 
     @classmethod
     def refused(cls, reason: str = "", load: LoadReport | None = None) -> Outcome:

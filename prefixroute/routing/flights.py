@@ -30,7 +30,7 @@ from ..policy.interface import Candidate
 from .decision import Decision, Outcome, OutcomeKind
 from .router import Router
 from .standing import PeerStanding, Standing
-from .trust import MAX_DECLINES
+from .trust import MAX_DECLINES, MISSED
 
 _FAILURES = (OutcomeKind.FAILED, OutcomeKind.TIMED_OUT)
 _OUTCOMES = {kind: kind.value.replace(" ", "_") for kind in OutcomeKind}
@@ -225,7 +225,7 @@ class Flights:
             self._suspend(flight, standing, outcome.reason or kind.value, now)
         elif kind is OutcomeKind.SERVED or kind is OutcomeKind.DECLINED:
             self._resume(standing, kind)
-            self._compare_hit(flight, standing, outcome.cached_tokens, now)
+            self._compare_hit(flight, standing, outcome.counted_tokens, now)
             if kind is OutcomeKind.SERVED:
                 self._judge_answer(flight, standing, outcome, now)
         if isinstance(standing, PeerStanding):
@@ -256,12 +256,16 @@ class Flights:
 
     def _judge_answer(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """Count what an answer tells of its cached tokens, and whether it was in time, but for the work it had."""
-        cached, weighed = outcome.cached_tokens, flight.weighed
+        cached, weighed = outcome.counted_tokens, flight.weighed
         self._predictions.served(flight.decision.id)
         if cached is not None:
             self._journal.count("predicted_tokens", n=weighed.matched_tokens)
             self._journal.count("cached_tokens", n=cached)
-            unit = standing.hit_unit or self._router.block_tokens
+            block = self._router.block_tokens
+            unit = standing.hit_unit or block
+            if weighed.depth:
+                held = min(weighed.depth * block, weighed.prompt_tokens - 1)
+                standing.reuse.note(held, cached, standing.copy.advert.hit_unit or block, now)
             standing.accuracy = standing.accuracy.and_one(weighed.matched_tokens, cached, unit)
             if outcome.ttft_s is not None and isinstance(standing, PeerStanding):
                 lateness = standing.lateness
@@ -270,17 +274,23 @@ class Flights:
                 lateness.surprised(outcome.ttft_s, told_s + work_s, now)
         self._hooks.served(flight, standing, outcome, now)
 
-    def _compare_hit(self, flight: Flight, standing: Standing, cached_tokens: int | None, now: float) -> None:
+    def _compare_hit(self, flight: Flight, standing: Standing, cached: int | None, now: float) -> None:
         """Hold what was predicted against the engine's own count; misses lower the trust in this endpoint's digest."""
-        predicted = flight.weighed.matched_tokens
-        if cached_tokens is None:
+        weighed = flight.weighed
+        predicted = weighed.matched_tokens
+        if cached is None:
             return
-        if not flight.weighed.predicted:
-            if predicted:
-                standing.compared(min(1.0, cached_tokens / predicted), now)
-        elif cached_tokens < predicted:
-            # The digest has told nothing wrong: it was the prompt before this one that left less than expected.
-            self._predictions.refute(flight.chain, standing)
+        if not weighed.predicted:
+            if cached >= predicted + self._router.block_tokens:
+                # More than its digest told: what was sent there does come true.
+                standing.refuted = 0
+            if predicted and not standing.exact:
+                standing.compared(min(1.0, cached / predicted), now)
+        elif predicted:
+            standing.refuted = standing.refuted + 1 if cached < MISSED * predicted else 0
+            if cached < predicted:
+                # The digest has told nothing wrong: it was the prompt before this one that left less than expected.
+                self._predictions.refute(flight.chain, standing)
 
     def _judge_decline(self, flight: Flight, standing: PeerStanding, held_tokens: int | None, now: float) -> None:
         """Charge an endpoint that declines although, by what it tells of itself, it would have been in time."""

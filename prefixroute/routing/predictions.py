@@ -8,7 +8,9 @@ Rules:
    has moved on twice since the reply: what it was told then has been published by then.
 2. A prompt is compared with the newest few that begin alike, so the cost does not grow with the traffic; by their keys,
    so namespaces, images and secrets count.
-3. Of what a prompt leaves at a sparse endpoint (`index`, rule 6) only the whole can be reused, up to its end.
+3. An endpoint of which `REFUTED` predictions in a row came to nothing is expected to hold nothing, until an answer
+   shows that what was sent there is reused. Until then predictions go on, uncounted.
+4. Of what a prompt leaves at a sparse endpoint (`index`, rule 6) only the whole can be reused, up to its end.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ COMPARED = 4
 
 KEPT_TOKENS = 1 << 22
 """Tokens of all prompts that are kept: 16 MB of them."""
+
+REFUTED = 2
+"""Predictions in a row that came to nothing, after which none counts."""
 
 AGAIN = 2
 """Versions of a digest after which it tells what a prediction said."""
@@ -116,6 +121,8 @@ class Predictions:
                 over.append(ticket)
                 continue
             other, standing = prediction.chain, prediction.standing
+            if standing.refuted >= REFUTED:
+                continue
             more = known.get(standing, 0) + 1
             if sparse and standing.bit & sparse:
                 block = chain.spec.block_tokens

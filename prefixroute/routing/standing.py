@@ -11,8 +11,9 @@
 Rules:
 1. What a decision reads is kept ready; `refresh` brings it up to date when a report, an outcome or a round comes.
 2. Confidence comes from evidence: what the owner says of its own residency, hits that were predicted and missed, and
-   how soon the owner evicts, against the way there. Age alone does not lower it (it cost up to 45 % in the rule's
-   model); it bounds how long an endpoint is usable.
+   how soon the owner evicts, against the way there. Of this node's own engine an exact mirror is better evidence than
+   any answer: answers show what is reused of it (`reuse`), none makes it doubtful. Age alone does not lower confidence
+   (it cost up to 45 % in the rule's model); it bounds how long an endpoint is usable.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..load import DEFAULT_OVERHEAD_S, DEFAULT_PREFILL_TOKENS_PER_S, LoadReport,
 from ..policy.interface import Candidate
 from ..replication.copies import Copy, Peer
 from .ledger import ArrivalRate, Ledger, Queue, RateEstimate
+from .reuse import Reuse
 from .trust import Accuracy, Lateness, Misses, Suspension
 
 BELIEF = 0.95
@@ -56,6 +58,9 @@ class Standing(ABC):
         self.trust = 1.0
         """Share of predicted hits that came true lately, 0 to 1."""
         self.misses = Misses()
+        self.refuted = 0
+        """Predictions in a row, of prompts that were sent there, of which nothing came true."""
+        self.reuse = Reuse()
         self.accuracy = Accuracy()
         # What the fleet sets.
         self.default = DEFAULT_REPORT
@@ -71,6 +76,13 @@ class Standing(ABC):
         self.confidence = 1.0
         self.hit_unit = 0
         """Tokens that its engine reuses as a whole; 0: not known, a block is taken."""
+        self.drop = self.floor = 0
+        """Tokens that its engine computes anew of what it holds, and up to which it reuses nothing (`reuse`)."""
+        self.exact = False
+        """Whether what it holds is known from its engine's own events, without a gap."""
+        self._incarnation = copy.incarnation
+        self._refusing = False
+        """Whether its last word was that it refuses."""
         self.state = PushBackState.OPEN
         self.zone = ""
         self._waiting = 0
@@ -96,8 +108,17 @@ class Standing(ABC):
         self.overhead_s = report.overhead_s or self.default.overhead_s
         self._waiting = report.waiting
         self._room_tokens, self._eviction_age_s = advert.room_tokens, advert.eviction_age_s
-        self.hit_unit = advert.hit_unit
+        if copy.incarnation != self._incarnation:
+            self._incarnation, self.refuted = copy.incarnation, 0
+            self.reuse.forget()
+        learnt = self.reuse
+        self.hit_unit = learnt.unit if learnt.unit > advert.hit_unit else advert.hit_unit
+        self.drop, self.floor = learnt.drop, learnt.floor if learnt.floor > learnt.drop else learnt.drop
         self.zone = copy.zone
+        if self._refusing and not report.refusing:
+            # It has said that it refuses no more: what it turned away before says nothing now.
+            self.refused_until = -inf
+        self._refusing = report.refusing
         self.trust = self.misses.forgiven(self.trust, now)
         self.confidence = advert.confidence * self.trust
         self.state = PushBackState.REFUSING if now < self.refused_until else advert.state
@@ -115,6 +136,7 @@ class Standing(ABC):
             if matched >= n_tokens:
                 matched = n_tokens - 1
             matched -= matched % (self.hit_unit or block_tokens)
+            matched = matched - self.drop if matched > self.floor else 0
         rate, rtt_s, wait_s, overhead_s = self.rate, self.rtt_s, self.wait_s(now), self.overhead_s
         prefill_s = (n_tokens - self.confidence * matched) / rate
         queued, waiting = len(self.ledger.open), self._waiting

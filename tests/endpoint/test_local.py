@@ -116,14 +116,14 @@ def test_push_back_is_told_once_and_carries_reason_and_time_to_live() -> None:
     assert one.copy.advert.ttl_s == 0.0
 
 
-def test_a_refusing_engine_is_advertised_as_such_and_for_a_while() -> None:
+def test_a_refusing_engine_is_advertised_as_such_until_it_refuses_no_more() -> None:
     one, _ = endpoint(PushBackSettings(ttl_s=2.0))
     one.report = LoadReport(refusing=True, reason="draining")
     assert advertised(one, 0.0) == [PushBackChanged("a/0", "refusing", "draining")]
-    one.report = LoadReport()
-    assert advertised(one, 1.9) == []
+    assert advertised(one, 9.0) == []
     assert one.copy.advert.report.refusing
-    assert advertised(one, 2.0) == [PushBackChanged("a/0", "open", "")]
+    one.probed(LoadReport(), 9.0)
+    assert advertised(one, 9.0) == [PushBackChanged("a/0", "open", "")]
     assert not one.copy.advert.report.refusing
 
 
@@ -132,7 +132,18 @@ def test_a_request_that_the_engine_turned_away_is_advertised_as_refusal() -> Non
     standing.refused_until, standing.refusal = 2.0, "503"
     assert advertised(one, 1.0) == [PushBackChanged("a/0", "refusing", "503")]
     assert one.copy.advert.state is PushBackState.REFUSING
+    one.probed(LoadReport(), 1.0)
+    assert advertised(one, 1.0) == [], "a probe that never said so knows nothing of it"
     assert advertised(one, 2.0) == [PushBackChanged("a/0", "open", "")]
+
+
+def test_who_drained_and_says_that_it_is_over_has_turned_nothing_away() -> None:
+    one, standing = endpoint(PushBackSettings(ttl_s=2.0))
+    standing.refused_until, standing.refusal = 2.0, "503"
+    one.probed(LoadReport(refusing=True), 0.5)
+    assert advertised(one, 0.5) == [PushBackChanged("a/0", "refusing", "the engine refuses")]
+    one.probed(LoadReport(), 0.6)
+    assert advertised(one, 0.6) == [PushBackChanged("a/0", "open", "")]
 
 
 def test_rate_and_fixed_time_come_from_outcomes_when_no_probe_tells() -> None:
@@ -405,3 +416,75 @@ def test_history_leaves_images_out() -> None:
     history = RoutingHistory()
     assert history.served(chain(prompt(1, 4), contents=(ContentSpan("cat", 3),))).events == ()
     assert len(history._blocks) == 0
+
+
+# --- answers that refute the guess -----------------------------------------------------------------------------
+
+
+def reasons(one: LocalEndpoint) -> list[tuple[str, str]]:
+    return [(event.state, event.reason) for event in news(one) if isinstance(event, ResidencyChanged)]
+
+
+@pytest.mark.parametrize("prompts", [1, 4])
+def test_an_engine_whose_unit_is_above_every_prompt_is_guessed_to_hold_nothing(prompts: int) -> None:
+    one, _ = endpoint()
+    for i in range(3 * SILENT_AFTER):
+        one.served(chain(prompt(i % prompts, 40)), 0, 0.0)
+        assert held(one, prompt(i % prompts, 40)) == 0
+    ((state, reason),) = reasons(one)
+    assert state == "unused"
+    assert "up to 639 tokens" in reason
+    assert "hit unit" in reason
+    assert "stream" not in reason
+    assert one.state == "exact"
+
+
+def test_the_unit_that_a_probe_told_is_named_and_short_prompts_do_not_blame_the_stream() -> None:
+    one, _ = endpoint()
+    one.probed(LoadReport(block_tokens=8320), 0.0)
+    one.advertise(0.0)
+    assert one.copy.advert.hit_unit == 8320
+    for i in range(3 * SILENT_AFTER):
+        one.served(chain(prompt(i, 40)), None if i % 2 else 0, 0.0)
+    ((state, reason),) = reasons(one)
+    assert state == "unused"
+    assert "8320 tokens" in reason
+    for i in range(SILENT_AFTER):
+        one.served(chain(prompt(i, 600)), None, 0.0)
+    assert [state for state, _ in reasons(one)] == ["silent"], "prompts of more than a unit should have left events"
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_guess_that_is_refuted_twice_is_given_up_and_taken_up_with_the_next_hit(asked: bool) -> None:
+    one, _ = endpoint()
+    if asked:
+        one.go_by_history("started without events", 0.0)
+    for i in range(SILENT_AFTER):
+        one.served(chain(prompt(i, 4)), 0, 0.0)
+    news(one)
+    assert held(one, prompt(SILENT_AFTER - 1, 4)) == 4
+    first = SILENT_AFTER - 1
+    one.served(chain(prompt(first, 4)), 0, 0.0)
+    assert held(one, prompt(first, 4)) == 4, "once may be an eviction"
+    one.served(chain(prompt(first, 4)), 0, 0.0)
+    assert held(one, prompt(first, 4)) == 0
+    assert [state for state, _ in reasons(one)] == ["unused"]
+    one.go_by_history("started without events", 0.0)
+    one.served(chain(prompt(77, 4)), 0, 0.0)
+    one.served(chain(prompt(77, 4)), 0, 0.0)
+    assert (held(one, prompt(77, 4)), reasons(one)) == (0, [])
+    one.served(chain(prompt(77, 4)), 48, 0.0)
+    assert [state for state, _ in reasons(one)] == ["silent"]
+    assert held(one, prompt(77, 4)) == 4
+
+
+def test_an_engine_that_speaks_ends_all_guessing() -> None:
+    one, _ = endpoint()
+    for _ in range(2 * SILENT_AFTER):
+        one.served(chain(prompt(1, 4)), 0, 0.0)
+    one.apply(stored(prompt(1, 4)), 0.0)
+    assert (one.state, held(one, prompt(1, 4))) == ("exact", 4)
+    for _ in range(SILENT_AFTER):
+        one.served(chain(prompt(2, 4)), 0, 0.0)
+    assert held(one, prompt(2, 4)) == 0
+    assert one.state == "exact"

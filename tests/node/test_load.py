@@ -153,10 +153,22 @@ def test_push_back_says_why_while_it_lasts() -> None:
 @pytest.mark.parametrize(
     ("work_s", "after"), [(0.0, PushBackState.OPEN), (3.0, PushBackState.OPEN), (4.0, PushBackState.OVERLOADED)]
 )
-def test_a_refusal_counts_for_its_time_to_live_and_no_longer(work_s: float, after: PushBackState) -> None:
+def test_a_report_of_refusal_counts_until_the_next_one(work_s: float, after: PushBackState) -> None:
     push_back = PushBack(SETTINGS)
     push_back.update(0.0, LoadReport(refusing=True), 10.0)
-    assert not push_back.update(work_s, IDLE, 12.9)
+    assert not push_back.update(work_s, LoadReport(refusing=True), 99.0)
+    assert push_back.state is PushBackState.REFUSING
+    assert push_back.update(work_s, IDLE, 99.0)
+    assert push_back.state is after
+
+
+@pytest.mark.parametrize(
+    ("work_s", "after"), [(0.0, PushBackState.OPEN), (3.0, PushBackState.OPEN), (4.0, PushBackState.OVERLOADED)]
+)
+def test_a_refused_request_counts_for_its_time_to_live_and_no_longer(work_s: float, after: PushBackState) -> None:
+    push_back = PushBack(SETTINGS)
+    push_back.refuse("503", 13.0)
+    assert push_back.update(work_s, IDLE, 12.9)
     assert push_back.state is PushBackState.REFUSING
     assert push_back.update(work_s, IDLE, 13.0)
     assert push_back.state is after

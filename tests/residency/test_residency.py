@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -424,3 +425,82 @@ def test_restart_unpublishes_what_was_published() -> None:
     apply(residency, StreamRestarted(), stored([9], tokens=[9] * 4))
     changes = residency.take_changes()
     assert (changes.removed, len(changes.added)) == (added, 1)
+
+
+# --- what events teach beside their blocks -------------------------------------------------------------------
+
+
+GOOD = list(range(1024))
+ODD: dict[str, BlocksStored] = {
+    "wrong token count": BlocksStored((9999,), None, [1, 2, 3], 4096),
+    "no tokens": BlocksStored((9999,), None, [], 4096),
+    "unknown parent": BlocksStored((9999,), 8888, list(range(4096)), 4096),
+    "tokens that are none": BlocksStored((9999,), None, [-1] * 4096, 4096),
+    "huge block": BlocksStored((9999,), None, [1], 2**62),
+    "negative block": BlocksStored((9999,), None, [1], -16),
+    "its own parent": BlocksStored((9999,), 9999, list(range(4096)), 4096),
+    "not mappable": BlocksStored((9999,), None, list(range(4096)), 4096, mappable=False),
+}
+
+
+def good(first: int = 1) -> BlocksStored:
+    return BlocksStored(tuple(range(first, first + 64)), None, GOOD, 16)
+
+
+def matched(residency: Residency) -> tuple[int, int]:
+    """Tokens of the good blocks that are published, and the hit unit."""
+    residency._check()
+    chain, keys = prompt_of(GOOD), set(residency.published())
+    return 16 * next((d for d in range(64) if chain.key(d + 1) not in keys), 64), residency.hit_unit
+
+
+def prompt_of(tokens: list[int]) -> TokenChain:
+    domain = Domain("m", "t")
+    return TokenChain(ChainSpec(16, domain.mix), domain.root_key(Namespace()), tokens)
+
+
+TOKENS_UNREAD = {"no tokens", "not mappable", "tokens that are none"}
+"""What a window or state group's store may be: the tokens are told by the full-attention group."""
+
+OTHERS = [(0, "", 0), (7, "", 0), (7, "mamba", 0), (7, "sliding_window", 8)]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("why", "group", "kind", "window"),
+    [(why, *other) for why in ODD for other in OTHERS if not other[1] or why not in TOKENS_UNREAD],
+)
+def test_rubbish_teaches_no_size_no_group_and_no_window(
+    why: str, group: int, kind: str, window: int, first: bool
+) -> None:
+    odd = replace(ODD[why], group=group, group_kind=kind, window=window)
+    residency = Residency(Domain("m", "t"))
+    for event in (odd, good()) if first else (good(), odd):
+        residency.apply(EngineBatch((event,)))
+    assert matched(residency) == (1024, 16)
+    residency.apply(EngineBatch((BlocksRemoved((9999,), group=group),)))
+    assert matched(residency) == (1024, 16)
+    residency.apply(EngineBatch((BlocksCleared(None), good())))
+    assert matched(residency) == (1024, 16)
+
+
+@pytest.mark.parametrize("away", [BlocksRemoved((9999,)), BlocksRemoved((9999,), last_copy=True), BlocksCleared(None)])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_size_goes_with_the_last_block_that_has_it(away: BlocksRemoved | BlocksCleared, first: bool) -> None:
+    residency, odd = Residency(Domain("m", "t")), BlocksStored((9999,), None, list(range(5000, 9096)), 4096)
+    for event in (odd, good()) if first else (good(), odd):
+        residency.apply(EngineBatch((event,)))
+    assert matched(residency) == (1024, 4096), "it is held, and could be so"
+    residency.apply(EngineBatch((away,)))
+    if isinstance(away, BlocksCleared):
+        residency.apply(EngineBatch((good(),)))
+    assert matched(residency) == (1024, 16)
+    residency.apply(EngineBatch((BlocksRemoved(tuple(range(1, 65))),)))
+    assert matched(residency) == (0, 16), "of the last that were held"
+
+
+def test_the_removal_of_what_was_never_stored_changes_no_size() -> None:
+    residency = Residency(Domain("m", "t"))
+    residency.apply(EngineBatch((good(), BlocksRemoved((9999,)), BlocksRemoved((9999,), group=3))))
+    assert matched(residency) == (1024, 16)
+    assert residency.counts.unknown_removals == 2

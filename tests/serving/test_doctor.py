@@ -19,7 +19,7 @@ from prefixroute_serving.attach import EngineConfig
 from prefixroute_serving.doctor.engine_checks import EngineFacts, check_engine, check_events, read_facts
 from prefixroute_serving.doctor.examination import check_packages, examine
 from prefixroute_serving.doctor.findings import FAULT, OK, WARNING, Asker, Finding, HttpAnswer, Visit, failed
-from prefixroute_serving.doctor.hit_checks import ServedProbe, judge_hits, judge_stream
+from prefixroute_serving.doctor.hit_checks import ServedProbe, check_tokens, judge_hits, judge_stream
 from prefixroute_serving.doctor.listen import Listener
 from prefixroute_serving.doctor.peer_checks import check_tenancy, check_zones
 from prefixroute_serving.introspection import Echo, WallClock
@@ -402,6 +402,32 @@ def test_a_stream_is_judged_by_what_it_tells_of_the_probe(event: BlocksStored | 
     found = judge_stream("n", EngineFacts(True, block_size=16), listener, TOKENS, heard)
     assert (found[0].check, found[0].what) == (check, what)
     assert failed(found) == (event is not GOOD)
+
+
+@pytest.mark.parametrize(
+    ("stored", "first"),
+    [
+        ([0, 128803, *TOKENS], "at position 0 the engine stores token 0, where /tokenize has 100"),
+        (TOKENS[1:], "at position 0 the engine stores token 101, where /tokenize has 100"),
+        ([*TOKENS[:37], 7, *TOKENS[38:]], "at position 37 the engine stores token 7, where /tokenize has 137"),
+    ],
+)
+def test_the_first_token_that_differs_is_named(stored: list[int], first: str) -> None:
+    listener = Listener()
+    other = BlocksStored((9,), None, list(range(900, 916)), 16)
+    listener.take(EngineBatch((other, replace(GOOD, tokens=stored), other)))
+    found = judge_stream("n", EngineFacts(True, block_size=16), listener, TOKENS, False)
+    assert [finding.check for finding in found] == ["tokenizer", "tokens"]
+    assert found[1].what.endswith(first)
+
+
+def test_what_a_node_has_found_of_its_engine_is_a_finding() -> None:
+    differs = {"position": 0, "ours": 5, "theirs": 128803}
+    rows = [{"endpoint": "n/0", "differs": differs}, {"endpoint": "n/1", "differs": None}, "rubbish"]
+    (found,) = check_tokens(Visit("n", "http://n", None, {}, {"state": {"endpoints": rows}}))
+    assert found.state == FAULT
+    assert "at position 0 the engine of n/0 stores token 128803, where the node has 5" in found.what
+    assert check_tokens(Visit("n", "http://n", None, {}, {})) == []
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from prefixroute.errors import UsageError
 from ..sidecar_config import SidecarConfig, load_config
 from .engine_checks import check_engine, check_events, read_facts
 from .findings import FAULT, OK, WARNING, Asker, Finding, Visit, failed, fault, visit
-from .hit_checks import check_predictions
+from .hit_checks import check_predictions, check_tokens
 from .peer_checks import (
     believe,
     check_clock,
@@ -132,6 +132,7 @@ async def _examine_node(ask: Asker, one: Visit, patience_s: float) -> list[Findi
         # Read anew: what the probes did to the stream is to be seen.
         latest = await ask.get(f"{one.url}/prefixroute/stats")
         found += check_events(one.node, config.engine, facts, one._replace(stats=latest.body).streams)
+        found += check_tokens(one._replace(stats=latest.body))
         known = {finding.check for finding in found if finding.state == FAULT}
         # A cause that a flag has told already need not be told once more by its effect.
         found += [finding for finding in probed if finding.state != FAULT or finding.check not in known]

@@ -109,6 +109,13 @@ class Visit(NamedTuple):
         streams = self.stats.get("engine_events")
         return streams if isinstance(streams, dict) else {}
 
+    @property
+    def rows(self) -> list[Mapping[str, Any]]:
+        """What is told of the endpoints that the node knows."""
+        state = self.stats.get("state")
+        rows = state.get("endpoints") if isinstance(state, dict) else None
+        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
 
 async def visit(ask: Asker, node: str, url: str, config: SidecarConfig | None, challenge: str) -> Visit:
     """Ask a sidecar what it tells of itself."""

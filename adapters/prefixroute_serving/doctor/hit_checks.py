@@ -163,7 +163,8 @@ def judge_stream(
             what = "no event came of a prompt that the engine cached"
             return [fault(node, "events", what, "restart the engine; if that does not help, its publisher is broken")]
         what = "the engine stores other tokens than its POST /tokenize tells"
-        return [fault(node, "tokenizer", what, "serve prompts and /tokenize from the same engine and tokenizer")]
+        fix = "serve prompts and /tokenize from the same engine and tokenizer"
+        return [fault(node, "tokenizer", what, fix), *_parting(node, tokens, listener)]
     found = []
     for event in listener.stored(tokens):
         if salt and event.namespace.salt != salt:
@@ -188,6 +189,33 @@ def judge_stream(
         if len(set(event.handles)) < len(event.handles):
             found.append(fault(node, "hashes", "different blocks have one hash", "use another prefix-caching hash"))
     return list(dict.fromkeys(found)) or [Finding(OK, node, "block size", "events, blocks and hashes agree")]
+
+
+def _parting(node: str, tokens: Sequence[int], listener: Listener) -> list[Finding]:
+    """Where the probe parts from what was stored that is most like it."""
+    wanted = set(tokens)
+    stored = max((event.tokens for event in listener.roots), key=lambda told: len(wanted.intersection(told)))
+    pairs = enumerate(zip(tokens, stored, strict=False))
+    first = next(((at, ours, theirs) for at, (ours, theirs) in pairs if ours != theirs), None)
+    return [] if first is None else [_differs(node, "the engine", "/tokenize", *first)]
+
+
+def check_tokens(visit: Visit) -> list[Finding]:
+    """Whether the node has found that its engine stores prompts as other tokens than the node hashes."""
+    found = []
+    for row in visit.rows:
+        differs = row.get("differs")
+        if isinstance(differs, dict):
+            first = [differs.get(name) for name in ("position", "ours", "theirs")]
+            found.append(_differs(visit.node, f"the engine of {row.get('endpoint')}", "the node", *first))
+    return found
+
+
+def _differs(node: str, engine: str, whose: str, position: object, ours: object, theirs: object) -> Finding:
+    what = f"prompts never match: at position {position} {engine} stores token {theirs}, where {whose} has {ours}"
+    return fault(
+        node, "tokens", what, "use one tokenizer and chat template, and begin prompts as the engine does, once"
+    )
 
 
 def _judge_salt(visit: Visit, other: ServedProbe) -> list[Finding]:
