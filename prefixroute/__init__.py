@@ -4,7 +4,7 @@ Each node mirrors its own engine's KV cache exactly, nodes gossip compact digest
 decides by itself, in microseconds, whether to serve it or to forward it once. Start at `Node`.
 """
 
-from .errors import DecodeError, PrefixRouteError, UsageError
+from .errors import DecodeError, NoEndpointError, PrefixRouteError, UsageError
 from .events import (
     BlocksCleared,
     BlocksRemoved,
@@ -35,7 +35,7 @@ from .policy.interface import Candidate, Choice, Policy, Request, Withheld
 from .policy.rent_or_buy import POLICIES, RentOrBuy
 from .replication.outbox import Datagram
 from .residency.mirror import Residency
-from .routing.decision import Decision, Explanation, Outcome, OutcomeKind
+from .routing.decision import Decision, Explanation, Outcome, OutcomeKind, Veto
 from .routing.trust import Accuracy
 from .routing.zones import ZoneRule, Zones
 from .settings import NodeSettings
@@ -73,6 +73,7 @@ __all__ = [
     "LoadReport",
     "LongestMatch",
     "Namespace",
+    "NoEndpointError",
     "NoRouting",
     "Node",
     "NodeEvent",
@@ -99,6 +100,7 @@ __all__ = [
     "TokenChain",
     "UnknownEvent",
     "UsageError",
+    "Veto",
     "Withheld",
     "ZoneRule",
     "Zones",

@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
 from math import inf
 from typing import Any
 
@@ -44,7 +45,7 @@ from .replication.gossip import Gossip
 from .replication.members import MAX_HEARSAY
 from .replication.outbox import Datagram
 from .residency.mirror import Residency
-from .routing.decision import Decision, Explanation, Outcome
+from .routing.decision import FORWARDED, Decision, Explanation, Outcome
 from .routing.fleet import Fleet
 from .routing.flights import Flight, FlightBounds, Flights, Hooks
 from .routing.router import Router
@@ -186,7 +187,7 @@ class Node:
 
     def next_timer(self) -> float:
         """Return the clock reading at which `handle_timer` wants to be called; one that is past asks for it at once."""
-        due_at = self._tempo.next_at
+        due_at = min(self._tempo.next_at, self._flights.due_at)
         return min(self._table.now, due_at) if self._behind() else due_at
 
     def handle_timer(self, now: float) -> None:
@@ -195,6 +196,7 @@ class Node:
         O(endpoints), or O(endpoints log endpoints) once a round.
         """
         self._table.begin(now)
+        self._flights.judge(now)
         # In turn, so that neither waits for ever where the timer is handled at its own pace.
         if now < self._tempo.next_at or (self._gossiped and self._behind()):
             self._gossiped = False
@@ -276,13 +278,17 @@ class Node:
         forwarded: bool = False,
         budget_s: float = inf,
         tenant: str = "",
+        among: Iterable[str] | None = None,
     ) -> Decision:
         """Decide who serves a prompt: tokens, or a chain made by `chain`. Books the expected work at the target.
 
         With `forwarded`, as for a request that another node sent here, only local endpoints are considered. Give the
         `budget_s` of that node's decision where it came along: a prompt that would take longer is `declined`. `tenant`
-        says whom to count it for (`NodeStats.tenants`); what keeps tenants apart is the namespace. Raises `UsageError`
-        when tokens cannot be used, or when no endpoint at all is known.
+        says whom to count it for (`NodeStats.tenants`); what keeps tenants apart is the namespace.
+
+        A host that can reach some endpoints only gives their ids, `among`: nobody else is chosen or falls back then, this
+        node's own included. Those that are not known (yet) are passed over. Raises `UsageError` when tokens cannot be
+        used, and `NoEndpointError` when no endpoint is known, or none of those.
         """
         if not isinstance(prompt, TokenChain):
             prompt = self.chain(prompt, namespace=namespace, contents=contents)
@@ -290,7 +296,8 @@ class Node:
             raise UsageError("a prepared chain has its namespace and contents: give them to chain(), not to route()")
         elif prompt.spec != self._spec:
             raise UsageError("this chain was prepared by a node of another domain")
-        decision = self._flights.route(prompt, forwarded, now, budget_s)
+        offer = None if among is None else _offer(among)
+        decision = self._flights.route(prompt, forwarded, now, budget_s, offer)
         if tenant:
             self._tallies.decided(tenant, decision, forwarded)
         if decision.local and decision.matched_tokens and not decision.declined:
@@ -303,17 +310,32 @@ class Node:
         """Note that the target's first token came: its prefill is done, so its booked work is released."""
         self._flights.first_token(decision.id, now)
 
-    def report(self, decision: Decision, outcome: Outcome, now: float, *, endpoint: str | None = None) -> str | None:
+    def report(
+        self,
+        decision: Decision,
+        outcome: Outcome,
+        now: float,
+        *,
+        endpoint: str | None = None,
+        served_by: str | None = None,
+    ) -> str | None:
         """Take an attempt's outcome; return the endpoint to try next, or None when there is nothing (more) to try.
 
-        Give `endpoint`, whose attempt it was, where reports may come late or twice: what is not of the attempt under
-        way is only counted then. Without it a report is taken for the attempt under way.
+        Report every attempt, also what was cancelled: one of which no word comes counts as failed. Give `endpoint`, whose
+        attempt it was, where reports may come late or twice: what is not of the attempt under way is only counted then.
+        Without it a report is taken for the attempt under way.
+
+        A host that sent the request elsewhere than decided says where, `served_by`: the outcome is learnt of that
+        endpoint, and the decision's target is neither praised nor blamed. One that is not known ends the request.
         """
-        return self._flights.report(decision.id, outcome, now, endpoint)
+        return self._flights.report(decision.id, outcome, now, endpoint, served_by)
 
     def explain(self, decision: Decision) -> Explanation:
-        """Return every term of every candidate that the decision weighed."""
-        return Explanation(decision)
+        """Return every term of every candidate that the decision weighed, and who was vetoed and why. O(endpoints).
+
+        Who was vetoed is as it was then; why is as it is now.
+        """
+        return Explanation(decision, self._table.fleet.vetoes(*decision.masks, hop=decision.reason == FORWARDED))
 
     def endpoint_url(self, endpoint: str) -> str:
         """Return an endpoint's service address, "" if it is not known."""
@@ -373,3 +395,11 @@ class Node:
     def _check(self) -> None:
         """Assert that index, fleet, replicas and residencies agree. O(blocks)."""
         self._table._check()
+
+
+def _offer(among: Iterable[str]) -> frozenset[str]:
+    """Return what a host offers as a set. Raises `UsageError` for what is no list of ids."""
+    if not isinstance(among, (str, bytes)):
+        with suppress(TypeError):
+            return frozenset(among)
+    raise UsageError(f"among is a list of endpoints by id, such as ['n1/0'], not {among!r}")

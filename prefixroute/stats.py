@@ -33,6 +33,11 @@ class EndpointStats(NamedTuple):
     (``silent``: routing history stands in); "" of a peer. `inflated` counts the times that more blocks were live than
     its engine has. `accuracy` compares what this node predicted of it with the cached tokens of its answers.
     `zone` is its owner's label, "" while it is not known.
+
+    `queue` counts the requests that this node sent there and that have no first token. The rest is by the endpoint's
+    freshest report, 0 where it does not tell: requests `running` and `waiting`, `queued_tokens` to prefill, the share of
+    its KV cache in use (`kv_used`, 0 to 1), `capacity_tokens` of that cache; but `prefill_tokens_per_s` is what a decision
+    would count.
     """
 
     endpoint: str
@@ -51,6 +56,13 @@ class EndpointStats(NamedTuple):
     inflated: int = 0
     accuracy: Accuracy = Accuracy()
     zone: str = ""
+    queue: int = 0
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    kv_used: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    capacity_tokens: int = 0
 
 
 class RoundTrip(NamedTuple):
@@ -122,7 +134,7 @@ class Digest(NamedTuple):
 
 def row_of(standing: Standing, local: LocalEndpoint | None, usable: bool, now: float) -> EndpointStats:
     """Return an endpoint's row; `local` if it is this node's own."""
-    copy = standing.copy
+    copy, report = standing.copy, standing.report
     return EndpointStats(
         standing.name,
         copy.mine,
@@ -140,6 +152,13 @@ def row_of(standing: Standing, local: LocalEndpoint | None, usable: bool, now: f
         0 if local is None else local.residency.counts.inflated,
         standing.accuracy,
         standing.zone,
+        len(standing.ledger),
+        report.running,
+        report.waiting,
+        report.queued_tokens,
+        report.kv_used,
+        standing.rate,
+        report.capacity_tokens,
     )
 
 

@@ -3,7 +3,7 @@
 | | `LocalStanding`, this node's own | `PeerStanding`, anybody else's |
 |---|---|---|
 | pace | what outcomes show, else what its engine's probe tells | the freshest report, from gossip or with a reply |
-| wait | the longer of what a probe saw and what is booked | the reported queue, drained, and what was sent since |
+| wait | the longer of what a probe saw and what is booked | the reported queue, drained, and what was sent since; its silence |
 | round trip | none | as gossip measured it |
 | confidence | the residency's own | its owner's, times what came true, times what lasts the way there |
 | arrivals | counted here | told by its owner |
@@ -25,7 +25,7 @@ from ..load import DEFAULT_OVERHEAD_S, DEFAULT_PREFILL_TOKENS_PER_S, LoadReport,
 from ..policy.interface import Candidate
 from ..replication.copies import Copy, Peer
 from .ledger import ArrivalRate, Ledger, Queue, RateEstimate
-from .trust import Accuracy, Lateness, Misses, Suspension
+from .trust import Accuracy, Lateness, Misses, Promptness, Silence, Suspension
 
 BELIEF = 0.95
 """Share of a remote match that is counted: a digest lags its owner by a round or so."""
@@ -73,6 +73,8 @@ class Standing(ABC):
         """Tokens that its engine reuses as a whole; 0: not known, a block is taken."""
         self.state = PushBackState.OPEN
         self.zone = ""
+        self.report = self.default
+        """The freshest one."""
         self._waiting = 0
         """Requests that wait there, by its report."""
         self._room_tokens = self._eviction_age_s = inf
@@ -92,6 +94,7 @@ class Standing(ABC):
     def _read(self, report: LoadReport, now: float) -> None:
         """Take what a report and the owner's advert say."""
         copy, advert = self.copy, self.copy.advert
+        self.report = report
         self.rate = report.prefill_tokens_per_s or self.default.prefill_tokens_per_s
         self.overhead_s = report.overhead_s or self.default.overhead_s
         self._waiting = report.waiting
@@ -191,7 +194,14 @@ class PeerStanding(Standing):
         self.reply: tuple[LoadReport, float] | None = None
         """The load report that came with a reply, and when: the freshest one until gossip brings a later word."""
         self.lateness = Lateness()
+        self.silence = Silence()
+        self.promptness = Promptness()
         self.refresh(now)
+
+    def take_up(self, gone: PeerStanding) -> None:
+        """Go on where an endpoint of this name stood when it was forgotten: what was sent there is under way still."""
+        self.ledger, self.queue, self.suspension = gone.ledger, gone.queue, gone.suspension
+        self.silence, self.promptness = gone.silence, gone.promptness
 
     def refresh(self, now: float) -> None:
         """Read the freshest report: rate, fixed time, queue, push-back, confidence, round trip. O(1)."""
@@ -213,4 +223,8 @@ class PeerStanding(Standing):
         """Return the seconds before a prefill begins: what is left of the queue when a prompt sent now arrives."""
         queue = self.queue
         wait = queue.left_s(now + self.rtt_s / 2) if queue.sends or queue.reported_s else 0.0
+        late_at = self.silence.late_at
+        if now > late_at:
+            # As long as it has been late it may be late still.
+            wait += now - late_at
         return wait + self.lateness.excess_s(now) if self.lateness.late_s > 0 else wait
