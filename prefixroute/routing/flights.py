@@ -83,8 +83,9 @@ class Flight:
     late_at: float = inf
     excess_s: float = 0.0
     """Seconds of the wait that its target did not tell: earlier ones came late, or do not come."""
+    overdue: bool = False
     charged: int = 0
-    """Failures of its target since it is overdue."""
+    """Failures of its target for that."""
     suspension: Suspension | None = None
     """Where it is counted as a trial."""
 
@@ -150,7 +151,7 @@ class Flights:
         if flight is None or standing is None or flight.heard:
             return
         self._heard(flight, standing, True, now)
-        self._fleet.release(standing, ticket, now)
+        self._release(flight, standing, now)
         if standing.local:
             self._fleet.rank(standing, now)
         else:
@@ -241,6 +242,11 @@ class Flights:
         """Suspend a peer that gives no word, and expect nothing there of the prompt."""
         self._trial_over(flight)
         flight.charged += self._suspend(flight, standing, reason, now)
+        if isinstance(standing, PeerStanding) and flight.decision.id in standing.ledger.open:
+            # The booking stays. But a trial is to go where it would go if all were well.
+            flight.overdue = True
+            standing.overdue += 1
+            standing.queue.unsent(flight.decision.id)
         self._predictions.drop(flight.decision.id)
 
     def _heard(self, flight: Flight, standing: Standing, answers: bool, now: float) -> None:
@@ -300,10 +306,17 @@ class Flights:
             self._fleet.refresh(standing, now)
 
     def _landed(self, flight: Flight, standing: Standing, now: float) -> None:
-        """Take back what was booked for an attempt."""
-        self._fleet.release(standing, flight.decision.id, now)
+        """Take an attempt for over at its target."""
+        self._release(flight, standing, now)
         if standing.local:
             self._hooks.ended(flight.decision.id, standing)
+
+    def _release(self, flight: Flight, standing: Standing, now: float) -> None:
+        """Take back what was booked for an attempt."""
+        if flight.overdue:
+            flight.overdue = False
+            standing.overdue -= 1
+        self._fleet.release(standing, flight.decision.id, now)
 
     def _trial_over(self, flight: Flight) -> None:
         if flight.suspension is not None:
@@ -396,9 +409,9 @@ class Flights:
         flight = self.open.pop(ticket)
         standing = self._fleet.known(flight.weighed.endpoint)
         if standing is not None:
-            self._landed(flight, standing, now)
             if not flight.heard and now - flight.sent_at > self._bounds.timeout_s:
                 self._silent(flight, standing, f"no outcome within {self._bounds.timeout_s:.1f} s", now)
+            self._landed(flight, standing, now)
             self._fleet.refresh(standing, now)
         self._trial_over(flight)
         self._journal.count("outcomes", "missing")

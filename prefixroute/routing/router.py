@@ -71,6 +71,8 @@ class Router:
         best = order[0]
         candidates += reserve
         fallbacks, origin_s = _others((*order[1:], *reserve) if reserve else order[1:], withheld)
+        if len(fallbacks) < MAX_FALLBACKS and not forwarded and not self.fleet.local & offered:
+            fallbacks += self._more(order, fallbacks, offered)
         zone, excluded = "", _NOBODY
         if gate is not None:
             candidates += withheld
@@ -92,7 +94,7 @@ class Router:
     def _weigh(
         self, chain: TokenChain, forwarded: bool, now: float, offered: int
     ) -> tuple[list[Candidate], list[Candidate], int]:
-        """Return the candidates, those that are kept in reserve because they push back, and the mask of the eligible."""
+        """Return the candidates, the local endpoints that are kept in reserve because they push back, and who is eligible."""
         fleet, block, n_tokens = self.fleet, self.block_tokens, chain.n_tokens
         guarded = 0 if forwarded else fleet.guarded
         ours = fleet.local & offered
@@ -116,11 +118,6 @@ class Router:
             bit = standing.bit
             weighed = standing.weigh(depth, n_tokens, block, now, bit & predicted != 0)
             (candidates if bit & eligible else reserve).append(weighed)
-        if not ours:
-            # A gateway has nothing of its own to fall back on: then it may be one that pushes back.
-            busy = fleet.usable & offered & ~(eligible | guarded)
-            if busy and not forwarded:
-                reserve += [self.weigh(chain, standing, now) for standing in fleet.cheapest(busy, MAX_FALLBACKS)]
         if candidates or reserve:
             return (candidates, reserve, eligible) if candidates else (reserve, [], looked_at)
         if forwarded:
@@ -203,6 +200,14 @@ class Router:
                 gate.withheld("above", c.zone)
         withheld.sort(key=lambda c: c.cost_s)
         return kept, tuple(withheld)
+
+    def _more(self, weighed: Sequence[Candidate], fallbacks: tuple[str, ...], offered: int) -> tuple[str, ...]:
+        """Return fallbacks for a gateway, which has none of its own: who was not weighed, busy ones too."""
+        fleet = self.fleet
+        others = fleet.usable & offered & ~fleet.guarded
+        for c in weighed:
+            others &= ~fleet.standings[c.endpoint].bit
+        return tuple([standing.name for standing in fleet.cheapest(others, MAX_FALLBACKS - len(fallbacks))])
 
     def _excluded(
         self, chain: TokenChain, candidates: list[Candidate], gate: Gate, now: float

@@ -55,6 +55,8 @@ class Standing(ABC):
         """Clock reading, in seconds, until which it counts as refusing, since it turned a request away; its reason."""
         self.trust = 1.0
         """Share of predicted hits that came true lately, 0 to 1."""
+        self.overdue = 0
+        """Requests in the ledger that are not believed to be served any more."""
         self.misses = Misses()
         self.accuracy = Accuracy()
         # What the fleet sets.
@@ -120,7 +122,7 @@ class Standing(ABC):
             matched -= matched % (self.hit_unit or block_tokens)
         rate, rtt_s, wait_s, overhead_s = self.rate, self.rtt_s, self.wait_s(now), self.overhead_s
         prefill_s = (n_tokens - self.confidence * matched) / rate
-        queued, waiting = len(self.ledger.open), self._waiting
+        queued, waiting = len(self.ledger.open) - self.overdue, self._waiting
         # One tuple, without the constructor of named tuples, which takes twice as long; made of parts it is felt too.
         return tuple.__new__(
             Candidate,
@@ -201,7 +203,7 @@ class PeerStanding(Standing):
     def take_up(self, gone: PeerStanding) -> None:
         """Go on where an endpoint of this name stood when it was forgotten: what was sent there is under way still."""
         self.ledger, self.queue, self.suspension = gone.ledger, gone.queue, gone.suspension
-        self.silence, self.promptness = gone.silence, gone.promptness
+        self.silence, self.promptness, self.overdue = gone.silence, gone.promptness, gone.overdue
 
     def refresh(self, now: float) -> None:
         """Read the freshest report: rate, fixed time, queue, push-back, confidence, round trip. O(1)."""
