@@ -286,9 +286,9 @@ class Node:
         `budget_s` of that node's decision where it came along: a prompt that would take longer is `declined`. `tenant`
         says whom to count it for (`NodeStats.tenants`); what keeps tenants apart is the namespace.
 
-        A host that can reach some endpoints only gives their ids, `among`: nobody else is chosen or falls back then, this
-        node's own included. Those that are not known (yet) are passed over. Raises `UsageError` when tokens cannot be
-        used, and `NoEndpointError` when no endpoint is known, or none of those.
+        A host that can reach some endpoints only gives their ids, `among`: nobody else is chosen then or is a fallback,
+        not even this node's own. Those that are not known (yet) are passed over. Raises `UsageError` when tokens cannot
+        be used, and `NoEndpointError` when no endpoint is known, or none of those.
         """
         if not isinstance(prompt, TokenChain):
             prompt = self.chain(prompt, namespace=namespace, contents=contents)
@@ -321,9 +321,9 @@ class Node:
     ) -> str | None:
         """Take an attempt's outcome; return the endpoint to try next, or None when there is nothing (more) to try.
 
-        Report every attempt, also what was cancelled: one of which no word comes counts as failed. Give `endpoint`, whose
-        attempt it was, where reports may come late or twice: what is not of the attempt under way is only counted then.
-        Without it a report is taken for the attempt under way.
+        Report every attempt, also what was cancelled: one of which no word comes counts as failed. Give `endpoint`,
+        whose attempt it was, where reports may come late or twice: what is not of the attempt under way is only counted
+        then. Without it a report is taken for the attempt under way.
 
         A host that sent the request elsewhere than decided says where, `served_by`: the outcome is learnt of that
         endpoint, and the decision's target is neither praised nor blamed. One that is not known ends the request.

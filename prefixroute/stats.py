@@ -34,10 +34,9 @@ class EndpointStats(NamedTuple):
     its engine has. `accuracy` compares what this node predicted of it with the cached tokens of its answers.
     `zone` is its owner's label, "" while it is not known.
 
-    `queue` counts the requests that this node sent there and that have no first token. The rest is by the endpoint's
-    freshest report, 0 where it does not tell: requests `running` and `waiting`, `queued_tokens` to prefill, the share of
-    its KV cache in use (`kv_used`, 0 to 1), `capacity_tokens` of that cache; but `prefill_tokens_per_s` is what a decision
-    would count.
+    `queue` counts the requests that this node sent there and that have no first token; `prefill_tokens_per_s` is what
+    a decision would count. The rest is by the endpoint's freshest report, 0 where it does not tell: requests `running`
+    and `waiting`, `queued_tokens` to prefill, the share of its KV cache in use (`kv_used`, 0 to 1), and `capacity_tokens`.
     """
 
     endpoint: str

@@ -17,7 +17,6 @@ from ..errors import UsageError
 from ..load import LoadReport
 from ..policy.interface import Candidate
 
-
 FORWARDED = "forwarded here"
 """Reason of a decision for what another node sent."""
 
@@ -93,8 +92,8 @@ class Decision(NamedTuple):
     prompt at the origin, 0.0 when that is what is done or not possible. `candidates` are all that were weighed.
     `budget_s` goes with a forward: a target that expects to need more hands the prompt back, and its own decision is
     `declined`: nothing is booked, and nothing is to be served. `zone` is the origin's label. `excluded` is the endpoint
-    that holds more of the prompt than any candidate does, in a zone to which nothing is forwarded. `masks` say who could
-    be chosen and who was offered, as bits that only the node can read: `Node.explain` does.
+    that holds more of the prompt than any candidate does, in a zone to which nothing is forwarded. `masks` say who
+    could be chosen and who was offered, in bits that only the node can read: `Node.explain` does.
     """
 
     id: int
@@ -145,7 +144,7 @@ _AS_THEY_ARE = ("target", "local", "url", "reason", "prompt_tokens", "matched_to
 
 
 class Veto(NamedTuple):
-    """An endpoint that could not be chosen, and why: "suspended: ...", "refusing: ...", "overloaded", "not offered" ..."""
+    """An endpoint that could not be chosen, and why: "suspended: ...", "refusing: ...", "overloaded", "not offered"."""
 
     endpoint: str
     why: str

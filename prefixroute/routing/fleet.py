@@ -172,7 +172,7 @@ class Fleet:
         return standing.copy.suspected, failures, not standing.bit & self.usable, standing.state
 
     def vetoes(self, eligible: int, offered: int, hop: bool) -> tuple[Veto, ...]:
-        """Return who was not `eligible` for a decision, and why; `hop` says that it was forwarded here. O(endpoints)."""
+        """Return who was not `eligible` for a decision, and why; `hop`: it was forwarded here. O(endpoints)."""
         found: list[Veto] = []
         for standing in self.standings.values():
             bit = standing.bit

@@ -12,8 +12,8 @@
 
 Rules:
 1. The expected work is booked at the target with the decision, and released by the first token, the outcome or time.
-2. What is left to try, in this order: the fallbacks that are usable, this node's own endpoints, everybody else. Nobody is
-   tried twice for one request.
+2. What is left to try, in this order: the fallbacks that are usable, this node's own endpoints, everybody else. Nobody
+   is tried twice for one request.
 3. Late, repeated and missing reports are harmless.
 4. Silence is judged here, at the moment of `due_at` or with the next decision, whatever the caller's patience. A first
    word after that takes it back.
@@ -36,7 +36,7 @@ from .decision import Decision, Outcome, OutcomeKind
 from .fleet import Offer
 from .router import Router
 from .standing import PeerStanding, Standing
-from .trust import LATE, MAX_DECLINES, OVERDUE, OVERDUE_S, SILENT, SLACK_S, Promptness, Suspension
+from .trust import AT_ONCE, LATE, MAX_DECLINES, OVERDUE, OVERDUE_S, SILENT, SLACK_S, Promptness, Suspension
 
 _FAILURES = (OutcomeKind.FAILED, OutcomeKind.TIMED_OUT)
 _OUTCOMES = {kind: kind.value.replace(" ", "_") for kind in OutcomeKind}
@@ -81,6 +81,8 @@ class Flight:
     foreseen: bool = True
     """Whether its target was weighed when it was decided: else there is nothing to compare the answer with."""
     late_at: float = inf
+    patience_s: float = inf
+    """Seconds after which its first word is overdue."""
     excess_s: float = 0.0
     """Seconds of the wait that its target did not tell: earlier ones came late, or do not come."""
     overdue: bool = False
@@ -226,7 +228,10 @@ class Flights:
             over = over or not ticket
             flight = self._waits(ticket, sent_at)
             standing = self._fleet.known(flight.weighed.endpoint) if flight is not None else None
-            if flight is not None and standing is not None:
+            if flight is not None and isinstance(standing, PeerStanding):
+                if standing.silence.moves(sent_at, max(sent_at, now - flight.patience_s)):
+                    heappush(watched, (now + flight.patience_s, ticket, sent_at))
+                    continue
                 self._journal.count("overdue")
                 self._silent(flight, standing, f"no first token within {now - sent_at:.1f} s", now)
                 self._fleet.refresh(standing, now)
@@ -255,10 +260,10 @@ class Flights:
         self._trial_over(flight)
         late_s = now - flight.sent_at - flight.weighed.cost_s
         if isinstance(standing, PeerStanding):
-            standing.silence.broken()
+            standing.silence.heard(flight.sent_at, now)
             if answers:
                 # Of a word that was overdue no more is counted than twice the patience there was.
-                standing.promptness.note(late_s, 2.0 * (flight.late_at - flight.sent_at) + OVERDUE_S)
+                standing.promptness.note(late_s, 2.0 * flight.patience_s)
                 self._resume(flight, standing)
         if answers:
             self._promptness.note(late_s, inf)
@@ -297,7 +302,9 @@ class Flights:
         flight.late_at = late_at = from_s + (late_s if late_s > LATE * expected_s else LATE * expected_s)
         flight.excess_s = standing.lateness.excess_s(now) + (now - silence.late_at if now > silence.late_at else 0.0)
         silence.sent(ticket, late_at)
-        heappush(self._watched, (from_s + (overdue_s if overdue_s > OVERDUE_S else OVERDUE_S), ticket, now))
+        overdue_at = from_s + (overdue_s if overdue_s > OVERDUE_S else OVERDUE_S)
+        flight.patience_s = overdue_at - now
+        heappush(self._watched, (overdue_at, ticket, now))
         if standing.suspension.on_trial:
             flight.suspension = standing.suspension
             flight.suspension.sent(ticket)
@@ -476,7 +483,10 @@ class Flights:
     def _cancelled(self, flight: Flight, standing: Standing, now: float) -> None:
         """Nobody waits for an attempt any more. That says nothing, unless it is late and so were the ones before."""
         self._trial_over(flight)
-        if isinstance(standing, PeerStanding) and standing.silence.given_up(flight.decision.id, now):
+        if not isinstance(standing, PeerStanding):
+            return
+        most = 1 if standing.suspension.on_trial else AT_ONCE
+        if standing.silence.given_up(flight.decision.id, now, most):
             self._suspend(flight, standing, "no first token came before those who waited went away", now)
 
     def _judge_answer(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:

@@ -94,7 +94,7 @@ class Router:
     def _weigh(
         self, chain: TokenChain, forwarded: bool, now: float, offered: int
     ) -> tuple[list[Candidate], list[Candidate], int]:
-        """Return the candidates, the local endpoints that are kept in reserve because they push back, and who is eligible."""
+        """Return the candidates, the local endpoints kept in reserve because they push back, and the eligible ones."""
         fleet, block, n_tokens = self.fleet, self.block_tokens, chain.n_tokens
         guarded = 0 if forwarded else fleet.guarded
         ours = fleet.local & offered
@@ -160,13 +160,13 @@ class Router:
                 depths[standing] = index.depth(chain, standing.bit) if more else 0
 
     def _last_resort(self, chain: TokenChain, now: float, offered: int) -> tuple[list[Candidate], list[Candidate], int]:
-        """A gateway whose peers are all suspended or unheard still tries those of whom least is feared. O(endpoints)."""
+        """A gateway whose peers are all suspended or unheard still tries those least in doubt. O(endpoints)."""
         fleet = self.fleet
         standings = [standing for standing in fleet.standings.values() if standing.bit & offered]
         if not standings:
             if fleet.standings:
                 raise NoEndpointError(
-                    "none of the endpoints that were offered is known: offer others, or wait for gossip"
+                    "none of the endpoints that were offered is known: offer others, or let gossip run"
                 )
             raise NoEndpointError("no endpoint is known: add_endpoint, or add_peer and let gossip run first")
         allowed = [standing for standing in standings if standing.needs_s < inf]

@@ -3,7 +3,7 @@
 | | `LocalStanding`, this node's own | `PeerStanding`, anybody else's |
 |---|---|---|
 | pace | what outcomes show, else what its engine's probe tells | the freshest report, from gossip or with a reply |
-| wait | the longer of what a probe saw and what is booked | the reported queue, drained, and what was sent since; its silence |
+| wait | the longer of what a probe saw and what is booked | what is left of the reported queue and sends; its silence |
 | round trip | none | as gossip measured it |
 | confidence | the residency's own | its owner's, times what came true, times what lasts the way there |
 | arrivals | counted here | told by its owner |

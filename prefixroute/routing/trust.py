@@ -2,8 +2,8 @@
 
 | evidence | kept in | effect | ends with |
 |---|---|---|---|
-| forwards that fail | `Suspension` | only a trial is sent, after 1 s, 2 s ... 60 s | trials that are served, step by step |
-| forwards without a word | `Silence` | it is taken for later the longer it is silent; then it has failed | a word |
+| forwards that fail | `Suspension` | only a trial is sent, after 1 s, 2 s ... 60 s | answers, step by step |
+| forwards without a word | `Silence` | the longer, the later it is taken to be; then it has failed | a word |
 | how late words come | `Promptness` | so much more patience | |
 | predicted hits that are none | `Misses` | less of its digest is believed | hits, or time |
 | first tokens that come late | `Lateness` | it is taken for slower than it says | tokens in time, or time |
@@ -53,12 +53,12 @@ An engine may be several times slower than it is known to be. What a shorter sil
 """
 
 AT_ONCE = 4
-"""Forwards that wait at an endpoint that is late, without a word since the first of them: no more go there meanwhile."""
+"""Forwards that wait at an endpoint that is late, without a word since the first of them: no more go there then."""
 
 SILENT = 2
 """Failures that a silence counts for: it has cost the request its time, which a refused connection does not."""
 
-SLACK_S = 0.25
+SLACK_S = 0.1
 """First tokens that come later than expected by less than this, in seconds, put nobody off."""
 
 _MOST_FAILURES = 7
@@ -94,7 +94,7 @@ class Suspension:
         self._in_row = 0
         """Answers since the last failure."""
         self._earned = 0.0
-        """The same since the last step, each by the length of its prompt: a short one does not show that long ones work."""
+        """The same since the last step, each by the length of its prompt: a short one shows little of long ones."""
         self._trials: set[int] = set()
         self.failures = 0
         self.reason = ""
@@ -118,7 +118,7 @@ class Suspension:
         self._trials.discard(ticket)
 
     def failed(self, sent_at: float, now: float, tokens: int = 0, weight: int = 1, reason: str = "") -> int:
-        """Note that a forward of a prompt of `tokens` failed; return how many failures more there are, 0 if it is no news.
+        """Note that a forward of a prompt of `tokens` failed; return for how many it counts, 0 if it is no news.
 
         When a node dies all forwards under way fail at once: one that was sent before the last failure is no news.
         """
@@ -159,9 +159,11 @@ class Suspension:
 class Silence:
     """Forwards to an endpoint since its last word."""
 
-    __slots__ = ("_given_up", "_waiting", "late_at")
+    __slots__ = ("_given_up", "_heard_at", "_reached", "_waiting", "late_at")
 
     def __init__(self) -> None:
+        self._heard_at = self._reached = -inf
+        """When the last word came, and when the latest of the forwards was sent of which one came."""
         self._waiting: dict[int, float] = {}
         """When each is late."""
         self._given_up = 0
@@ -175,20 +177,30 @@ class Silence:
         if late_at < self.late_at:
             self.late_at = late_at
 
+    def heard(self, sent_at: float, now: float) -> None:
+        """Note the word of a forward that was sent then."""
+        self._heard_at = now
+        self._reached = max(self._reached, sent_at)
+        self.broken()
+
+    def moves(self, sent_at: float, since: float) -> bool:
+        """Whether a forward that was sent then is still in a queue: words came `since`, and none of a later one."""
+        return self._heard_at > since and self._reached < sent_at
+
     def broken(self) -> None:
         """Note a word, or a failure: what is to come is judged anew."""
         self._waiting.clear()
         self._given_up, self.late_at = 0, inf
 
-    def given_up(self, ticket: int, now: float) -> bool:
-        """Note that nobody waits for a forward any more; return whether so many were in vain that it is a failure."""
+    def given_up(self, ticket: int, now: float, most: int = AT_ONCE) -> bool:
+        """Note that nobody waits for a forward any more; return whether `most` were late and in vain since a word."""
         late_at = self._waiting.pop(ticket, None)
         if late_at is None:
             return False
         if now >= late_at:
             self._given_up += 1
         self.late_at = min(self._waiting.values(), default=inf)
-        return self._given_up >= AT_ONCE
+        return self._given_up >= most
 
     def holds(self, now: float) -> bool:
         """Whether what waits there is late and enough."""
@@ -198,7 +210,7 @@ class Silence:
 class Promptness:
     """How much later than expected first words come: their mean and mean deviation, smoothed (Jacobson, SIGCOMM 1988).
 
-    So a peer that is slower than it says is given the time it takes, and so is a caller that reports answers as a whole.
+    So a peer that is slower than it says gets the time it takes, and so does a caller that reports whole answers.
     """
 
     __slots__ = ("_deviation_s", "_mean_s", "known")

@@ -44,8 +44,10 @@ Answers = Callable[[str, Request, float], float]
 """(endpoint, request, now) -> seconds of prefill until its first token; `NEVER` hangs."""
 
 
-def fleet(n: int, *, gateway: bool, holders: Sequence[str] = (), prefixes: int = 1, **settings: Any) -> tuple[Mesh, Node]:
-    """`n` nodes, of which n0 or a gateway beside them is the origin; `holders` hold `prefixes` prompts from the start."""
+def fleet(
+    n: int, *, gateway: bool, holders: Sequence[str] = (), prefixes: int = 1, **settings: Any
+) -> tuple[Mesh, Node]:
+    """`n` nodes, of which n0 or a gateway beside them is the origin; `holders` hold `prefixes` prompts at first."""
     net = Mesh()
     for i in range(n):
         node = Node(f"n{i}", DOMAIN, rng=random.Random(i), now=0.0, settings=NodeSettings(**SMALL, **settings))
