@@ -7,7 +7,7 @@ decides by itself, in microseconds, whether to serve it or to forward it once. S
 from _thread import get_ident
 
 from .endpoint.table import EndpointHandle
-from .errors import DecodeError, PrefixRouteError, UsageError
+from .errors import DecodeError, NoEndpointError, PrefixRouteError, UsageError
 from .events import (
     AddressFailed,
     BlocksCleared,
@@ -42,7 +42,7 @@ from .policy.interface import Candidate, Choice, Policy, Request, Withheld
 from .policy.rent_or_buy import POLICIES, RentOrBuy
 from .replication.outbox import Datagram
 from .residency.mirror import Residency
-from .routing.decision import Decision, Explanation, Outcome, OutcomeKind
+from .routing.decision import Decision, Explanation, Outcome, OutcomeKind, Veto
 from .routing.trust import Accuracy
 from .routing.zones import ZoneRule, Zones
 from .settings import NodeSettings
@@ -87,6 +87,7 @@ __all__ = [
     "LoadReport",
     "LongestMatch",
     "Namespace",
+    "NoEndpointError",
     "NoRouting",
     "Node",
     "NodeEvent",
@@ -114,6 +115,7 @@ __all__ = [
     "TokensDiffer",
     "UnknownEvent",
     "UsageError",
+    "Veto",
     "Withheld",
     "ZoneRule",
     "Zones",

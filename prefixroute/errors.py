@@ -29,6 +29,10 @@ class UsageError(PrefixRouteError, ValueError):
     """The caller passed something that cannot be used; the message says what to pass instead."""
 
 
+class NoEndpointError(UsageError):
+    """Nobody is there to route to: no endpoint is known (yet), none of those offered is, or a rule forbids them all."""
+
+
 class DecodeError(PrefixRouteError, ValueError):
     """Bytes from a peer or an engine could not be decoded.
 

@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from math import inf
 from typing import Any, ClassVar
 
@@ -47,7 +48,7 @@ from .replication.gossip import Gossip
 from .replication.members import MAX_HEARSAY
 from .replication.outbox import Datagram
 from .residency.mirror import Residency
-from .routing.decision import Decision, Explanation, Outcome
+from .routing.decision import FORWARDED, Decision, Explanation, Outcome
 from .routing.fleet import Fleet
 from .routing.flights import Flight, FlightBounds, Flights, Hooks
 from .routing.router import Router
@@ -246,7 +247,7 @@ class Node:
 
     def next_timer(self) -> float:
         """Return the clock reading at which `handle_timer` wants to be called; one that is past asks for it at once."""
-        due_at = self._tempo.next_at
+        due_at = min(self._tempo.next_at, self._flights.due_at)
         return self._clock.reading_of(min(self._table.now, due_at) if self._behind() else due_at)
 
     def handle_timer(self, now: float) -> None:
@@ -256,6 +257,7 @@ class Node:
         """
         now = self._at(now, timer=True)
         self._table.begin(now)
+        self._flights.judge(now)
         # In turn, so that neither waits for ever where the timer is handled at its own pace.
         if now < self._tempo.next_at or (self._gossiped and self._behind()):
             self._gossiped = False
@@ -342,13 +344,17 @@ class Node:
         forwarded: bool = False,
         budget_s: float = inf,
         tenant: str = "",
+        among: Iterable[str] | None = None,
     ) -> Decision:
         """Decide who serves a prompt: tokens, or a chain made by `chain`. Books the expected work at the target.
 
         With `forwarded`, as for a request that another node sent here, only local endpoints are considered. Give the
         `budget_s` of that node's decision where it came along: a prompt that would take longer is `declined`. `tenant`
-        says whom to count it for (`NodeStats.tenants`); what keeps tenants apart is the namespace. Raises `UsageError`
-        when tokens cannot be used, or when no endpoint at all is known.
+        says whom to count it for (`NodeStats.tenants`); what keeps tenants apart is the namespace.
+
+        A host that can reach some endpoints only gives their ids, `among`: nobody else is chosen then or is a fallback,
+        not even this node's own. Those that are not known (yet) are passed over. Raises `UsageError` when tokens cannot
+        be used, and `NoEndpointError` when no endpoint is known, or none of those.
         """
         now = self._at(now)
         if not isinstance(prompt, TokenChain):
@@ -361,7 +367,8 @@ class Node:
             raise UsageError(f"budget_s must be seconds, or math.inf for none, not {budget_s!r}")
         if tenant != "":
             checked_tenant(tenant)
-        decision = self._flights.route(prompt, forwarded, now, budget_s)
+        offer = None if among is None else _offer(among)
+        decision = self._flights.route(prompt, forwarded, now, budget_s, offer)
         if tenant:
             self._tallies.decided(tenant, decision, forwarded)
         if decision.local and decision.matched_tokens and not decision.declined:
@@ -374,12 +381,24 @@ class Node:
         """Note that the target's first token came: its prefill is done, so its booked work is released."""
         self._flights.first_token(expect(decision, Decision, "decision").id, self._at(now))
 
-    def report(self, decision: Decision, outcome: Outcome, now: float, *, endpoint: str | None = None) -> str | None:
+    def report(
+        self,
+        decision: Decision,
+        outcome: Outcome,
+        now: float,
+        *,
+        endpoint: str | None = None,
+        served_by: str | None = None,
+    ) -> str | None:
         """Take an attempt's outcome; return the endpoint to try next, or None when there is nothing (more) to try.
 
-        Give `endpoint`, whose attempt it was, where reports may come late or twice: what is not of the attempt under
-        way is only counted then. Without it a report is taken for the attempt under way. An outcome of an older life of
-        an endpoint teaches nothing of the life that there is now; one that names an older life by its handle is late.
+        Report every attempt, also what was cancelled: one of which no word comes counts as failed. Give `endpoint`,
+        whose attempt it was, where reports may come late or twice: what is not of the attempt under way is only counted
+        then. Without it a report is taken for the attempt under way. An outcome of an older life of an endpoint teaches
+        nothing of the life that there is now; one that names an older life by its handle is late.
+
+        A host that sent the request elsewhere than decided says where, `served_by`: the outcome is learnt of that
+        endpoint, and the decision's target is neither praised nor blamed. One that is not known ends the request.
         """
         now = self._at(now)
         if type(decision) is not Decision or type(outcome) is not Outcome:
@@ -390,11 +409,17 @@ class Node:
         if type(endpoint) is EndpointHandle and not self._table.is_attempt(endpoint, self._flights.booked(decision.id)):
             self._table.dropped("outcomes")
             return None
-        return self._flights.report(decision.id, outcome, now, endpoint)
+        return self._flights.report(decision.id, outcome, now, endpoint, served_by)
 
     def explain(self, decision: Decision) -> Explanation:
-        """Return every term of every candidate that the decision weighed."""
-        return Explanation(expect(decision, Decision, "decision"))
+        """Return every term of every candidate that the decision weighed, and who was vetoed and why. O(endpoints).
+
+        Who was vetoed is as it was then; why is as it is now.
+        """
+        vetoes = self._table.fleet.vetoes(
+            *expect(decision, Decision, "decision").masks, hop=decision.reason == FORWARDED
+        )
+        return Explanation(decision, vetoes)
 
     def endpoint_url(self, endpoint: str) -> str:
         """Return an endpoint's service address, "" if it is not known."""
@@ -470,3 +495,11 @@ class Node:
     def _check(self) -> None:
         """Assert that index, fleet, replicas and residencies agree. O(blocks)."""
         self._table._check()
+
+
+def _offer(among: Iterable[str]) -> frozenset[str]:
+    """Return what a host offers as a set. Raises `UsageError` for what is no list of ids."""
+    if not isinstance(among, (str, bytes)):
+        with suppress(TypeError):
+            return frozenset(among)
+    raise UsageError(f"among is a list of endpoints by id, such as ['n1/0'], not {among!r}")

@@ -35,6 +35,10 @@ class EndpointStats(NamedTuple):
     its engine has. `accuracy` compares what this node predicted of it with the cached tokens of its answers.
     `zone` is its owner's label, "" while it is not known. `differs` says where a local engine stores prompts as other
     tokens than this node hashes, None while it does not.
+
+    `queue` counts the requests that this node sent there and that have no first token; `prefill_tokens_per_s` is what
+    a decision would count. The rest is by the endpoint's freshest report, 0 where it does not tell: requests `running`
+    and `waiting`, `queued_tokens` to prefill, `kv_used`, the share of its KV cache in use (0 to 1), `capacity_tokens`.
     """
 
     endpoint: str
@@ -54,6 +58,13 @@ class EndpointStats(NamedTuple):
     accuracy: Accuracy = Accuracy()
     zone: str = ""
     differs: Differs | None = None
+    queue: int = 0
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    kv_used: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    capacity_tokens: int = 0
 
 
 class RoundTrip(NamedTuple):
@@ -125,7 +136,7 @@ class Digest(NamedTuple):
 
 def row_of(standing: Standing, local: LocalEndpoint | None, usable: bool, now: float) -> EndpointStats:
     """Return an endpoint's row; `local` if it is this node's own."""
-    copy = standing.copy
+    copy, report = standing.copy, standing.report
     return EndpointStats(
         standing.name,
         copy.mine,
@@ -144,6 +155,13 @@ def row_of(standing: Standing, local: LocalEndpoint | None, usable: bool, now: f
         standing.accuracy,
         standing.zone,
         None if local is None else local.tokens.found,
+        len(standing.ledger),
+        report.running,
+        report.waiting,
+        report.queued_tokens,
+        report.kv_used,
+        standing.rate,
+        report.capacity_tokens,
     )
 
 

@@ -17,6 +17,9 @@ from ..errors import UsageError, expect, is_number
 from ..load import LoadReport
 from ..policy.interface import Candidate
 
+FORWARDED = "forwarded here"
+"""Reason of a decision for what another node sent."""
+
 
 class OutcomeKind(Enum):
     """How an attempt ended."""
@@ -109,7 +112,8 @@ class Decision(NamedTuple):
     prompt at the origin, 0.0 when that is what is done or not possible. `candidates` are all that were weighed.
     `budget_s` goes with a forward: a target that expects to need more hands the prompt back, and its own decision is
     `declined`: nothing is booked, and nothing is to be served. `zone` is the origin's label. `excluded` is the endpoint
-    that holds more of the prompt than any candidate does, in a zone to which nothing is forwarded.
+    that holds more of the prompt than any candidate does, in a zone to which nothing is forwarded. `masks` say who
+    could be chosen and who was offered, in bits that only the node can read: `Node.explain` does.
     """
 
     id: int
@@ -127,6 +131,7 @@ class Decision(NamedTuple):
     declined: bool = False
     zone: str = ""
     excluded: tuple[Candidate, ...] = ()
+    masks: tuple[int, int] = (-1, -1)
 
     def candidate(self, endpoint: str) -> Candidate | None:
         """Return what an endpoint was weighed at; None if it was not. O(candidates), a handful."""
@@ -144,23 +149,36 @@ def decided(
     budget_s: float,
     zone: str,
     excluded: tuple[Candidate, ...],
+    masks: tuple[int, int],
 ) -> Decision:
     """Make the decision for `best`; `origin_s` is the least cost of another candidate that is local, else infinite."""
     local, cost_s, declined = best.local, best.cost_s, False
     saving_s = 0.0 if local or not cost_s < origin_s < inf else origin_s - cost_s
     # In the order of the fields, without the constructor of named tuples, which takes twice as long.
     target = (ticket, best.endpoint, local, url, fallbacks, best.prompt_tokens, best.matched_tokens, cost_s, saving_s)
-    why = (reason, candidates, inf if local else budget_s, declined, zone, excluded)
+    why = (reason, candidates, inf if local else budget_s, declined, zone, excluded, masks)
     return tuple.__new__(Decision, target + why)
 
 
 _AS_THEY_ARE = ("target", "local", "url", "reason", "prompt_tokens", "matched_tokens")
 
 
+class Veto(NamedTuple):
+    """An endpoint that could not be chosen, and why: "suspended: ...", "refusing: ...", "overloaded", "not offered"."""
+
+    endpoint: str
+    why: str
+
+
+SHOWN_VETOES = 16
+"""Of them so many have a line in the text of an explanation."""
+
+
 class Explanation(NamedTuple):
-    """A decision, term by term."""
+    """A decision, term by term, and the endpoints that were `vetoed`."""
 
     decision: Decision
+    vetoed: tuple[Veto, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain JSON values; times in milliseconds."""
@@ -176,6 +194,7 @@ class Explanation(NamedTuple):
             "zone": d.zone,
             "candidates": [self._row(c) for c in d.candidates],
             "excluded": [self._row(c) for c in d.excluded],
+            "vetoed": [veto._asdict() for veto in self.vetoed],
         }
 
     def text(self) -> str:
@@ -198,6 +217,9 @@ class Explanation(NamedTuple):
                 f"{_ms(c.overhead_s):>8}{_ms(c.prefill_s):>9}{_ms(c.cost_s):>9}{_ms(c.delays_s):>8}"
                 f"  {c.state.name.lower():<9}{_ms(c.age_s):>8}{'  expected' if c.predicted else ''}{zone}"
             )
+        lines += [f"- {veto.endpoint:<24}  {veto.why}" for veto in self.vetoed[:SHOWN_VETOES]]
+        if len(self.vetoed) > SHOWN_VETOES:
+            lines.append(f"- and {len(self.vetoed) - SHOWN_VETOES} more")
         return "\n".join(lines)
 
     def _row(self, c: Candidate) -> dict[str, Any]:

@@ -17,9 +17,11 @@ from collections import Counter
 from itertools import islice
 from math import inf
 from operator import attrgetter
+from typing import TypeAlias
 
 from ..keys.names import owner_of
 from ..load import LoadReport, PushBackState
+from .decision import Veto
 from .ledger import Send
 from .standing import DEFAULT_REPORT, DEFAULT_RTT_S, LocalStanding, PeerStanding, Standing
 from .trust import Suspension
@@ -31,6 +33,11 @@ LOOKED_DOWN = 64
 SAMPLED = 32
 """Endpoints taken by chance where none is found up there: the best of so many is within 3 % of the best rank."""
 
+Offer: TypeAlias = frozenset[str]
+"""Endpoints that a caller offers, by name."""
+
+AWAY_S = 600.0
+"""Seconds after its last word for which it is known of a forgotten endpoint that forwards there failed."""
 
 _RANK = attrgetter("rank")
 
@@ -52,6 +59,8 @@ class Fleet:
         self._owners: Counter[str] = Counter()
         """Endpoints by owner: of this node's, and of its peers' own word or of others' about them."""
         self._untried: dict[str, Suspension] = {}
+        self._away: dict[str, PeerStanding] = {}
+        """Endpoints that were forgotten while something was booked there, or forwards there failed."""
         self._typical_s = self._cold_s = 0.0
         """Work of a typical forward to a peer that holds a prefix of it, and of a prompt of which nothing is held."""
 
@@ -81,8 +90,12 @@ class Fleet:
         owner = owner_of(standing.name)
         if isinstance(standing, PeerStanding):
             standing.default_rtt_s = self._typical_rtt_s()
-            group = owner if standing.peer is not None else ""
-            standing.suspension = self._untried.setdefault(group, standing.suspension)
+            gone = self._away.pop(standing.name, None)
+            if gone is not None:
+                standing.take_up(gone)
+            if not standing.promptness.known:
+                group = owner if standing.peer is not None else ""
+                standing.suspension = self._untried.setdefault(group, standing.suspension)
         else:
             self.local |= standing.bit
         if _is_known(standing):
@@ -92,8 +105,10 @@ class Fleet:
         self.refresh(standing, now)
 
     def drop(self, endpoint: str) -> None:
-        """Take an endpoint out."""
+        """Take an endpoint out. One that others forgot may come back: what is under way there, or failed, is kept."""
         standing = self.standings.pop(endpoint)
+        if isinstance(standing, PeerStanding) and (standing.ledger.open or standing.suspension.failures):
+            self._away[endpoint] = standing
         del self.by_bit[standing.bit]
         owner = owner_of(endpoint)
         if owner in self._owners:
@@ -112,29 +127,76 @@ class Fleet:
         self.barred &= clear
         self.passing &= clear
 
+    def known(self, endpoint: str) -> Standing | None:
+        """Return an endpoint's standing, also of one that was forgotten while it had something to do."""
+        return self.standings.get(endpoint) or self._away.get(endpoint)
+
     def refresh(self, standing: Standing, now: float) -> None:
         """Bring an endpoint's standing, masks and rank up to date. O(log n) and a memmove."""
         standing.refresh(now)
         bit, state = standing.bit, standing.state
-        out = state is PushBackState.REFUSING or standing.suspension.blocks(now) or standing.copy.suspected
+        if self.by_bit.get(bit) is not standing:
+            return  # it is away
+        held = isinstance(standing, PeerStanding) and standing.silence.holds(now)
+        out = held or state is PushBackState.REFUSING or standing.suspension.blocks(now) or standing.copy.suspected
         if self.gate is not None and not standing.local:
             needs = standing.needs_s = self.gate.needs_s(standing.zone)
             self.guarded = self.guarded | bit if 0 < needs < inf else self.guarded & ~bit
             self.barred = self.barred | bit if needs == inf and not out else self.barred & ~bit
             out = out or needs == inf
         self.usable = self.usable & ~bit if out else self.usable | bit
-        passes = state is not PushBackState.OPEN or standing.suspension.failures > 0
+        passes = held or state is not PushBackState.OPEN or standing.suspension.failures > 0
         self.passing = self.passing | bit if passes else self.passing & ~bit
         overloaded = state is PushBackState.OVERLOADED
         self.overloaded = self.overloaded | bit if overloaded else self.overloaded & ~bit
         self.rank(standing, now)
 
-    def served(self, standing: Standing) -> bool:
+    def served(self, standing: Standing, tokens: int = 0, forgiven: int = 0) -> bool:
         """Note that an endpoint answered; return whether that ended a suspension. From now on it has one of its own."""
-        ended = standing.suspension.served()
+        ended = standing.suspension.served(tokens, forgiven)
         if standing.suspension in self._untried.values():
-            standing.suspension = Suspension()
+            standing.suspension = standing.suspension.parted()
         return ended
+
+    def mask(self, offer: Offer) -> int:
+        """Return the mask of the endpoints of these names; those that are not known are passed over. O(names)."""
+        mask, standings = 0, self.standings
+        for name in offer:
+            if name in standings:
+                mask |= standings[name].bit
+        return mask
+
+    def doubts(self, standing: Standing) -> tuple[bool, int, bool, PushBackState]:
+        """Return what speaks against an endpoint where nobody usable is left, the worst first: the least is tried."""
+        failures = standing.suspension.failures
+        return standing.copy.suspected, failures, not standing.bit & self.usable, standing.state
+
+    def vetoes(self, eligible: int, offered: int, hop: bool) -> tuple[Veto, ...]:
+        """Return who was not `eligible` for a decision, and why; `hop`: it was forwarded here. O(endpoints)."""
+        found: list[Veto] = []
+        for standing in self.standings.values():
+            bit = standing.bit
+            if not bit & offered:
+                found.append(Veto(standing.name, "not offered"))
+            elif not bit & eligible:
+                why = "the request was forwarded here: one hop" if hop else self._doubt(standing)
+                found.append(Veto(standing.name, why))
+        return tuple(found)
+
+    def _doubt(self, standing: Standing) -> str:
+        """Why an endpoint is not chosen, in words."""
+        suspension, state = standing.suspension, standing.state
+        if standing.needs_s == inf:
+            return "a rule for zones: never"
+        if standing.copy.suspected:
+            return "unheard: no word of its owner lately"
+        if suspension.on_trial:
+            return f"suspended: failed {suspension.failures} times, last: {suspension.reason}"
+        if state is PushBackState.OPEN:
+            return "could be chosen again" if standing.bit & self.usable else "late: forwards wait for a first token"
+        reason = standing.refusal if state is PushBackState.REFUSING else ""
+        reason = reason or standing.copy.advert.report.reason
+        return f"{state.name.lower()}: {reason}" if reason else state.name.lower()
 
     def refresh_sharing(self, standing: Standing, now: float) -> None:
         """Bring up to date all endpoints that share a suspension. O(endpoints): after a failure, or for a trial."""
@@ -162,6 +224,10 @@ class Fleet:
             if isinstance(standing, PeerStanding):
                 standing.default_rtt_s = rtt_s
             self.refresh(standing, now)
+        for name, gone in list(self._away.items()):
+            gone.ledger.wait_s(now)  # drops what has expired
+            if not gone.ledger.open and (not gone.suspension.failures or now - gone.copy.heard_at > AWAY_S):
+                del self._away[name]
 
     def refresh_passing(self, now: float) -> None:
         """Bring this node's own endpoints up to date, and those that push back or are suspended: with each exchange.

@@ -6,19 +6,24 @@
 | declined: over the budget | that it is there, its hit, its load, what it could have served | is decided anew, once |
 | refused | that it refuses for a while | goes to the next fallback |
 | failed, timed out | that forwards to it fail: it is suspended | goes to the next fallback |
-| cancelled | nothing | is done |
-| none in time | nothing | is given up |
+| cancelled | nothing, but many in vain are a failure | is done |
+| first token overdue | as failed | waits for its caller |
+| none in time | as failed | is given up; goes to the next fallback if its caller reports that it failed after all |
 
 Rules:
 1. The expected work is booked at the target with the decision, and released by the first token, the outcome or time.
-2. Local execution is the last fallback.
+2. What is left to try, in this order: the fallbacks that are usable, this node's own endpoints, everybody else. Nobody
+   is tried twice for one request.
 3. Late, repeated and missing reports are harmless.
+4. Silence is judged here, at the moment of `due_at` or with the next decision, whatever the caller's patience. A first
+   word after that takes it back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
@@ -28,12 +33,19 @@ from ..keys.chain import TokenChain
 from ..keys.names import owner_of
 from ..policy.interface import Candidate
 from .decision import Decision, Outcome, OutcomeKind
+from .fleet import Offer
 from .router import Router
 from .standing import PeerStanding, Standing
-from .trust import MAX_DECLINES, MISSED
+from .trust import AT_ONCE, LATE, MAX_DECLINES, MISSED, OVERDUE, OVERDUE_S, SILENT, SLACK_S, Promptness, Suspension
 
 _FAILURES = (OutcomeKind.FAILED, OutcomeKind.TIMED_OUT)
 _OUTCOMES = {kind: kind.value.replace(" ", "_") for kind in OutcomeKind}
+
+KEPT_S = 600.0
+"""Seconds for which an attempt that was given up may still fail and be passed on: more than callers wait."""
+
+KEPT_TOKENS = 1 << 22
+"""Tokens of the prompts of all those attempts: 16 MB of them."""
 
 
 class FlightBounds(NamedTuple):
@@ -46,19 +58,40 @@ class FlightBounds(NamedTuple):
 
 @dataclass(slots=True)
 class Flight:
-    """An attempt under way: what the endpoint that has the request was `weighed` at, and who is `left` to try."""
+    """An attempt under way: what the endpoint that has the request was `weighed` at, and who is `left` to try.
+
+    `offer` are those that may be tried at all; None: everybody.
+    """
 
     decision: Decision
     chain: TokenChain
     weighed: Candidate
     left: list[str]
     sent_at: float
+    forwarded: bool = False
+    offer: Offer | None = None
+    tried: list[str] = field(default_factory=list)
+    """Who had it before."""
     queued: bool = False
     """Whether it had to queue behind others of this node's."""
     booked: Standing | None = None
     """Where: another life of an endpoint has another standing."""
     handed_back: bool = False
     """Such a prompt stays where it goes next; an endpoint that declines it all the same is passed over."""
+    heard: bool = False
+    """Whether its first word came."""
+    foreseen: bool = True
+    """Whether its target was weighed when it was decided: else there is nothing to compare the answer with."""
+    late_at: float = inf
+    patience_s: float = inf
+    """Seconds after which its first word is overdue."""
+    excess_s: float = 0.0
+    """Seconds of the wait that its target did not tell: earlier ones came late, or do not come."""
+    overdue: bool = False
+    charged: int = 0
+    """Failures of its target for that."""
+    suspension: Suspension | None = None
+    """Where it is counted as a trial."""
 
 
 class Hooks(NamedTuple):
@@ -86,11 +119,23 @@ class Flights:
         self._hooks = hooks
         self._journal = journal
         self._tickets = 0
+        self._kept: dict[int, Flight] = {}
+        """Attempts that were given up, the oldest first."""
+        self._kept_tokens = 0
+        self._promptness = Promptness()
+        """Of all endpoints: mostly this node's own, and what callers do."""
+        self._watched: list[tuple[float, int, float]] = []
+        """A heap: when a first word is overdue, of which ticket, sent when; or when a pause ends, with ticket 0."""
 
-    def route(self, chain: TokenChain, forwarded: bool, now: float, budget_s: float = inf) -> Decision:
-        """Decide who serves `chain`, and book the work there. Raises `UsageError` when no endpoint is known."""
+    def route(
+        self, chain: TokenChain, forwarded: bool, now: float, budget_s: float = inf, offer: Offer | None = None
+    ) -> Decision:
+        """Decide who serves `chain`, and book the work there. Raises `NoEndpointError` when nobody is there."""
+        if self._watched and self._watched[0][0] <= now:
+            self.judge(now)
         self._tickets += 1
-        decision, best = self._router.decide(self._tickets, chain, forwarded, now)
+        offered = -1 if offer is None else self._fleet.mask(offer)
+        decision, best = self._router.decide(self._tickets, chain, forwarded, now, offered)
         if chain.fault:
             raise UsageError(chain.fault)
         chain.taken = True
@@ -98,7 +143,7 @@ class Flights:
             self._journal.count("decisions", "declined")
             reason = f"declined: longer here than the budget of {1000 * budget_s:.0f} ms"
             return decision._replace(declined=True, reason=reason)
-        flight = Flight(decision, chain, best, list(decision.fallbacks), now)
+        flight = Flight(decision, chain, best, list(decision.fallbacks), now, forwarded, offer)
         self.open[decision.id] = flight
         if len(self.open) > self._bounds.most:
             self._give_up(next(iter(self.open)), now)
@@ -113,35 +158,51 @@ class Flights:
 
     def first_token(self, ticket: int, now: float) -> None:
         """Release a request's booked work: its prefill is done."""
-        flight = self.open.get(ticket)
-        standing = self._fleet.standings.get(flight.weighed.endpoint) if flight is not None else None
-        if standing is not None and self._fleet.release(standing, ticket, now):
+        flight = self.open.get(ticket) or self._kept.get(ticket)
+        standing = self._fleet.known(flight.weighed.endpoint) if flight is not None else None
+        if flight is None or standing is None or flight.heard:
+            return
+        self._heard(flight, standing, True, now)
+        self._release(flight, standing, now)
+        if standing.local:
             self._fleet.rank(standing, now)
+        else:
+            self._fleet.refresh(standing, now)
 
-    def report(self, ticket: int, outcome: Outcome, now: float, endpoint: str | None = None) -> str | None:
+    def report(
+        self, ticket: int, outcome: Outcome, now: float, endpoint: str | None = None, served_by: str | None = None
+    ) -> str | None:
         """Take an attempt's outcome; return the endpoint to try next, or None."""
-        flight = self.open.get(ticket)
+        flight, kind = self.open.get(ticket) or self._kept.get(ticket), outcome.kind
         if flight is None or (endpoint is not None and endpoint != flight.weighed.endpoint):
             self._journal.count("outcomes", "late")
             return None
-        self._journal.count("outcomes", _OUTCOMES[outcome.kind])
-        standing = self._fleet.standings.get(flight.weighed.endpoint)
+        if ticket in self._kept:
+            del self._kept[ticket]
+            self._kept_tokens -= flight.chain.n_tokens
+            if kind is OutcomeKind.SERVED or kind is OutcomeKind.CANCELLED:
+                self._late(flight, kind, now)
+                return None
+            self.open[ticket] = flight
+        self._journal.count("outcomes", _OUTCOMES[kind])
+        if served_by is not None and served_by != flight.weighed.endpoint and not self._moved(flight, served_by, now):
+            del self.open[ticket]
+            return None
+        standing = self._fleet.known(flight.weighed.endpoint)
         if standing is not None and standing.local and standing is not flight.booked:
             # Its endpoint was removed and added again meanwhile: the outcome says nothing of the new life.
             self._journal.count("older_life", "outcomes")
             standing = None
         if standing is not None:
-            self._fleet.release(standing, ticket, now)
-            if standing.local:
-                self._hooks.ended(ticket, standing)
+            self._landed(flight, standing, now)
             self._judge(flight, standing, outcome, now)
             self._fleet.refresh(standing, now)
-        if outcome.kind is not OutcomeKind.SERVED:
+        if kind is not OutcomeKind.SERVED:
             self._predictions.drop(ticket)
-        if outcome.kind in (OutcomeKind.SERVED, OutcomeKind.CANCELLED):
+        if kind is OutcomeKind.SERVED or kind is OutcomeKind.CANCELLED:
             del self.open[ticket]
             return None
-        if outcome.kind is OutcomeKind.DECLINED and not flight.handed_back:
+        if kind is OutcomeKind.DECLINED and not flight.handed_back:
             return self._anew(flight, now)
         return self._next(flight, now)
 
@@ -149,7 +210,85 @@ class Flights:
         """Give up attempts whose outcome never came. O(attempts)."""
         limit = now - self._bounds.timeout_s
         for ticket in [ticket for ticket, flight in self.open.items() if flight.sent_at < limit]:
-            self._give_up(ticket, now)
+            flight = self._give_up(ticket, now)
+            self._kept[ticket] = flight
+            self._kept_tokens += flight.chain.n_tokens
+        # The oldest first, but for those that waited longer: they may stay a little longer too.
+        while self._kept:
+            ticket, flight = next(iter(self._kept.items()))
+            if self._kept_tokens <= KEPT_TOKENS and now - flight.sent_at < self._bounds.timeout_s + KEPT_S:
+                break
+            del self._kept[ticket]
+            self._kept_tokens -= flight.chain.n_tokens
+
+    # --- silence -------------------------------------------------------------------------------------------
+
+    @property
+    def due_at(self) -> float:
+        """When `judge` is to be called; infinite while there is nothing to wait for. O(log attempts) amortised."""
+        watched = self._watched
+        while watched:
+            due_at, ticket, sent_at = watched[0]
+            if not ticket or self._waits(ticket, sent_at) is not None:
+                return due_at
+            heappop(watched)
+        return inf
+
+    def judge(self, now: float) -> None:
+        """Suspend peers whose first words are overdue, and let those be tried whose pause is over."""
+        watched, over = self._watched, False
+        while watched and watched[0][0] <= now:
+            _, ticket, sent_at = heappop(watched)
+            over = over or not ticket
+            flight = self._waits(ticket, sent_at)
+            standing = self._fleet.known(flight.weighed.endpoint) if flight is not None else None
+            if flight is not None and isinstance(standing, PeerStanding):
+                if standing.silence.moves(sent_at, max(sent_at, now - flight.patience_s)):
+                    heappush(watched, (now + flight.patience_s, ticket, sent_at))
+                    continue
+                self._journal.count("overdue")
+                self._silent(flight, standing, f"no first token within {now - sent_at:.1f} s", now)
+                self._fleet.refresh(standing, now)
+        if over:
+            self._fleet.refresh_passing(now)
+
+    def _waits(self, ticket: int, sent_at: float) -> Flight | None:
+        """Return the attempt that was sent at that moment, if it is under way without a word."""
+        flight = self.open.get(ticket)
+        return flight if flight is not None and flight.sent_at == sent_at and not flight.heard else None
+
+    def _silent(self, flight: Flight, standing: Standing, reason: str, now: float) -> None:
+        """Suspend a peer that gives no word, and expect nothing there of the prompt."""
+        self._trial_over(flight)
+        flight.charged += self._suspend(flight, standing, reason, now)
+        if isinstance(standing, PeerStanding) and flight.decision.id in standing.ledger.open:
+            # The booking stays. But a trial is to go where it would go if all were well.
+            flight.overdue = True
+            standing.overdue += 1
+            standing.queue.unsent(flight.decision.id)
+        self._predictions.drop(flight.decision.id)
+
+    def _heard(self, flight: Flight, standing: Standing, answers: bool, now: float) -> None:
+        """Take an attempt's first word: the endpoint is there, and `answers` or turns the prompt away."""
+        flight.heard = True
+        self._trial_over(flight)
+        late_s = now - flight.sent_at - flight.weighed.cost_s
+        if isinstance(standing, PeerStanding):
+            standing.silence.heard(flight.sent_at, now)
+            if answers:
+                # Of a word that was overdue no more is counted than twice the patience there was.
+                standing.promptness.note(late_s, 2.0 * flight.patience_s)
+                self._resume(flight, standing)
+        if answers:
+            self._promptness.note(late_s, inf)
+
+    def _late(self, flight: Flight, kind: OutcomeKind, now: float) -> None:
+        """Take the end of an attempt that was given up: an answer shows that its target is there after all."""
+        self._journal.count("outcomes", "late")
+        standing = self._fleet.known(flight.weighed.endpoint)
+        if kind is OutcomeKind.SERVED and standing is not None and not flight.heard:
+            self._heard(flight, standing, True, now)
+            self._fleet.refresh(standing, now)
 
     # --- where an attempt goes -----------------------------------------------------------------------------
 
@@ -165,56 +304,139 @@ class Flights:
         if standing.local:
             # What is only expected here may not come: it is promised along with the rest.
             self._hooks.begun(ticket, flight.chain, standing, 0 if weighed.predicted else weighed.depth, now)
-        if standing.suspension.failures:
-            # This is the one trial: the endpoint is out again until it ends.
-            standing.suspension.sent(now)
+        elif isinstance(standing, PeerStanding):
+            self._watch(flight, standing, now)
+
+    def _watch(self, flight: Flight, standing: PeerStanding, now: float) -> None:
+        """Note when a forward's first word is late, and when it is overdue."""
+        ticket, expected_s, silence = flight.decision.id, flight.weighed.cost_s, standing.silence
+        promptness = standing.promptness if standing.promptness.known else self._promptness
+        from_s = now + promptness.patience_s
+        late_s, overdue_s = expected_s + SLACK_S, OVERDUE * expected_s
+        flight.late_at = late_at = from_s + (late_s if late_s > LATE * expected_s else LATE * expected_s)
+        flight.excess_s = standing.lateness.excess_s(now) + (now - silence.late_at if now > silence.late_at else 0.0)
+        silence.sent(ticket, late_at)
+        overdue_at = from_s + (overdue_s if overdue_s > OVERDUE_S else OVERDUE_S)
+        flight.patience_s = overdue_at - now
+        heappush(self._watched, (overdue_at, ticket, now))
+        if standing.suspension.on_trial:
+            flight.suspension = standing.suspension
+            flight.suspension.sent(ticket)
             self._fleet.refresh_sharing(standing, now)
+        elif silence.holds(now):
+            self._fleet.refresh(standing, now)
+
+    def _landed(self, flight: Flight, standing: Standing, now: float) -> None:
+        """Take an attempt for over at its target."""
+        self._release(flight, standing, now)
+        if standing.local:
+            self._hooks.ended(flight.decision.id, standing)
+
+    def _release(self, flight: Flight, standing: Standing, now: float) -> None:
+        """Take back what was booked for an attempt."""
+        if flight.overdue:
+            flight.overdue = False
+            standing.overdue -= 1
+        self._fleet.release(standing, flight.decision.id, now)
+
+    def _trial_over(self, flight: Flight) -> None:
+        if flight.suspension is not None:
+            flight.suspension.ended(flight.decision.id)
+            flight.suspension = None
+
+    def _moved(self, flight: Flight, served_by: str, now: float) -> bool:
+        """Book an attempt at the endpoint to which its caller gave it instead; return whether that is known.
+
+        Of the one that was decided for it says nothing.
+        """
+        ticket, old, sent_at = flight.decision.id, self._fleet.known(flight.weighed.endpoint), flight.sent_at
+        if old is not None:
+            self._landed(flight, old, now)
+            self._trial_over(flight)
+            if isinstance(old, PeerStanding):
+                old.silence.given_up(ticket, sent_at)  # by the time at which it was sent: it was not late
+            self._fleet.refresh(old, now)
+        self._predictions.drop(ticket)
+        self._journal.count("elsewhere")
+        new = self._fleet.standings.get(served_by)
+        if new is None:
+            return False
+        weighed = flight.decision.candidate(served_by)
+        flight.foreseen = weighed is not None
+        flight.weighed = weighed or new.weigh(0, flight.chain.n_tokens, self._router.block_tokens, now)
+        self._book(flight, new, now)
+        flight.sent_at, flight.heard, flight.charged = sent_at, False, 0
+        return True
 
     def _anew(self, flight: Flight, now: float) -> str | None:
         """Decide again for a prompt that its target handed back. The endpoint that gets it now keeps it."""
         flight.handed_back = True
+        declined = flight.weighed.endpoint
+        offered = -1 if flight.offer is None else self._fleet.mask(flight.offer)
         try:
-            flight.decision, best = self._router.decide(
-                flight.decision.id, flight.chain, False, now, flight.weighed.endpoint
-            )
+            flight.decision, best = self._router.decide(flight.decision.id, flight.chain, False, now, offered, declined)
         except UsageError:
             # Nobody is left to decide between: those there were have gone, or to where nothing may follow.
             return self._next(flight, now)
-        flight.weighed, flight.left, flight.sent_at = best, list(flight.decision.fallbacks), now
-        self._book(flight, self._fleet.standings[best.endpoint], now)
-        return best.endpoint
+        if best.endpoint != declined:
+            # Where there is nobody else it gets the prompt back.
+            flight.tried.append(declined)
+        flight.left = list(flight.decision.fallbacks)
+        return self._go(flight, self._fleet.standings[best.endpoint], best, now)
 
     def _next(self, flight: Flight, now: float) -> str | None:
-        """Send the request on to the next fallback that is usable; else to a local one; else to the first one left."""
-        left = [self._fleet.standings[name] for name in flight.left if name in self._fleet.standings]
+        """Send the request on to the next that may serve it, in the order of rule 2."""
+        fleet = self._fleet
+        flight.tried.append(flight.weighed.endpoint)
+        left = [fleet.standings[name] for name in flight.left if name in fleet.standings]
         if self._gate is not None:
             # One may have begun anew in another zone meanwhile.
             left = [standing for standing in left if standing.needs_s < inf]
-        if not left:
+        standing = next((s for s in left if s.bit & fleet.usable), None) or self._last(flight)
+        if standing is None:
             del self.open[flight.decision.id]
             self._journal.count("exhausted")
             return None
-        usable = (standing for standing in left if standing.bit & self._fleet.usable)
-        locals_ = (standing for standing in left if standing.local)
-        standing = next(usable, None) or next(locals_, left[0])
-        at = left.index(standing)
-        # A local one comes before those that save too little; passed by while it refuses, it is the last one again.
-        passed = [] if standing.local else [other for other in left[:at] if other.local]
-        flight.left = [other.name for other in (*left[at + 1 :], *passed)]
+        flight.left = [name for name in flight.left if name != standing.name and name not in flight.tried]
         weighed = flight.decision.candidate(standing.name)
-        assert weighed is not None, "a fallback is one of the candidates"
-        flight.weighed, flight.sent_at = weighed, now
-        self._book(flight, standing, now)
+        flight.foreseen = weighed is not None
         self._journal.count("fallbacks")
+        return self._go(flight, standing, weighed or self._router.weigh(flight.chain, standing, now), now)
+
+    def _last(self, flight: Flight) -> Standing | None:
+        """Return who is tried when no fallback is usable: this node's own, else who is most likely to be there.
+
+        Behind a rule for zones come last those that have to save something. O(endpoints).
+        """
+        fleet, tried, offer = self._fleet, flight.tried, flight.offer
+        others = [
+            s
+            for s in fleet.standings.values()
+            if s.name not in tried
+            and s.needs_s < inf
+            and (s.local or not flight.forwarded)
+            and (offer is None or s.name in offer)
+        ]
+        return min(others, key=lambda s: (not s.local, s.needs_s, *fleet.doubts(s), s.rank or ()), default=None)
+
+    def _go(self, flight: Flight, standing: Standing, weighed: Candidate, now: float) -> str:
+        """Let an attempt begin at another endpoint."""
+        flight.weighed, flight.sent_at, flight.heard, flight.charged = weighed, now, False, 0
+        self._book(flight, standing, now)
         return standing.name
 
-    def _give_up(self, ticket: int, now: float) -> None:
-        """Forget an attempt whose outcome never came."""
-        self.first_token(ticket, now)
-        standing = self._fleet.standings.get(self.open.pop(ticket).weighed.endpoint)
-        if standing is not None and standing.local:
-            self._hooks.ended(ticket, standing)
+    def _give_up(self, ticket: int, now: float) -> Flight:
+        """Give up an attempt whose outcome never came, and return it."""
+        flight = self.open.pop(ticket)
+        standing = self._fleet.known(flight.weighed.endpoint)
+        if standing is not None:
+            if not flight.heard and now - flight.sent_at > self._bounds.timeout_s:
+                self._silent(flight, standing, f"no outcome within {self._bounds.timeout_s:.1f} s", now)
+            self._landed(flight, standing, now)
+            self._fleet.refresh(standing, now)
+        self._trial_over(flight)
         self._journal.count("outcomes", "missing")
+        return flight
 
     # --- what an outcome says of its target ----------------------------------------------------------------
 
@@ -222,43 +444,70 @@ class Flights:
         """Learn from an outcome: is the target there, did it hold what was predicted and answer in time, is it busy."""
         kind, load = outcome.kind, None
         if kind in _FAILURES:
+            self._trial_over(flight)
             self._suspend(flight, standing, outcome.reason or kind.value, now)
-        elif kind is OutcomeKind.SERVED or kind is OutcomeKind.DECLINED:
-            self._resume(standing, kind)
-            self._compare_hit(flight, standing, outcome.counted_tokens, now)
+        elif kind is OutcomeKind.CANCELLED:
+            self._cancelled(flight, standing, now)
+        else:
+            answers = kind is OutcomeKind.SERVED
+            if not flight.heard:
+                self._heard(flight, standing, answers, now)
+        if kind is OutcomeKind.SERVED or kind is OutcomeKind.DECLINED:
+            if flight.foreseen:
+                self._compare_hit(flight, standing, outcome.counted_tokens, now)
             if kind is OutcomeKind.SERVED:
                 self._judge_answer(flight, standing, outcome, now)
         if isinstance(standing, PeerStanding):
             load = outcome.load
             if load is not None:
                 standing.reply = (load, now - standing.rtt_s / 2)
-            if kind is OutcomeKind.DECLINED:
+            if kind is OutcomeKind.SERVED:
+                standing.lateness.declines = 0
+            elif kind is OutcomeKind.DECLINED:
+                # To hand back what it could serve is no answer.
+                if not standing.lateness.declines:
+                    self._resume(flight, standing)
                 self._judge_decline(flight, standing, outcome.cached_tokens, now)
         if kind is OutcomeKind.REFUSED or (load is not None and load.refusing):
             standing.refused_until = now + self._bounds.refusal_s
             standing.refusal = outcome.reason or (load.reason if load is not None else "")
 
-    def _resume(self, standing: Standing, kind: OutcomeKind) -> None:
-        """End a suspension: the target answers. To hand back what it could serve is no answer."""
-        if isinstance(standing, PeerStanding):
-            if kind is OutcomeKind.SERVED:
-                standing.lateness.declines = 0
-            elif standing.lateness.declines:
-                return
-        if self._fleet.served(standing):
+    def _resume(self, flight: Flight, standing: Standing) -> None:
+        """Count an answer towards the end of a suspension: the target is there."""
+        forgiven, flight.charged = flight.charged, 0
+        if self._fleet.served(standing, flight.weighed.prompt_tokens, forgiven):
             self._journal.tell(PeerChanged(owner_of(standing.name), "resumed", standing.name))
 
-    def _suspend(self, flight: Flight, standing: Standing, reason: str, now: float) -> None:
-        """Suspend a peer's endpoint, if the failure is news; this node's own endpoints never are suspended."""
-        if not standing.local and standing.suspension.failed(flight.sent_at, now):
+    def _suspend(self, flight: Flight, standing: Standing, reason: str, now: float) -> int:
+        """Suspend a peer's endpoint, if the failure is news; return for how many it counts.
+
+        This node's own endpoints never are suspended.
+        """
+        if not isinstance(standing, PeerStanding):
+            return 0
+        standing.silence.broken()
+        weight = SILENT if now > flight.late_at and not flight.heard else 1
+        charged = standing.suspension.failed(flight.sent_at, now, flight.weighed.prompt_tokens, weight, reason)
+        if charged:
+            heappush(self._watched, (standing.suspension.trial_at, 0, 0.0))
             self._fleet.refresh_sharing(standing, now)
             self._journal.tell(PeerChanged(owner_of(standing.name), "suspended", reason))
+        return charged
+
+    def _cancelled(self, flight: Flight, standing: Standing, now: float) -> None:
+        """Nobody waits for an attempt any more. That says nothing, unless it is late and so were the ones before."""
+        self._trial_over(flight)
+        if not isinstance(standing, PeerStanding):
+            return
+        most = 1 if standing.suspension.on_trial else AT_ONCE
+        if standing.silence.given_up(flight.decision.id, now, most):
+            self._suspend(flight, standing, "no first token came before those who waited went away", now)
 
     def _judge_answer(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """Count what an answer tells of its cached tokens, and whether it was in time, but for the work it had."""
         cached, weighed = outcome.counted_tokens, flight.weighed
         self._predictions.served(flight.decision.id)
-        if cached is not None:
+        if cached is not None and flight.foreseen:
             self._journal.count("predicted_tokens", n=weighed.matched_tokens)
             self._journal.count("cached_tokens", n=cached)
             block = self._router.block_tokens
@@ -268,10 +517,9 @@ class Flights:
                 standing.reuse.note(held, cached, standing.copy.advert.hit_unit or block, now)
             standing.accuracy = standing.accuracy.and_one(weighed.matched_tokens, cached, unit)
             if outcome.ttft_s is not None and isinstance(standing, PeerStanding):
-                lateness = standing.lateness
-                told_s = weighed.rtt_s + weighed.wait_s - lateness.excess_s(flight.sent_at) + weighed.overhead_s
+                told_s = weighed.rtt_s + weighed.wait_s - flight.excess_s + weighed.overhead_s
                 work_s = (weighed.prompt_tokens - cached) * weighed.s_per_token
-                lateness.surprised(outcome.ttft_s, told_s + work_s, now)
+                standing.lateness.surprised(outcome.ttft_s, told_s + work_s, now)
         self._hooks.served(flight, standing, outcome, now)
 
     def _compare_hit(self, flight: Flight, standing: Standing, cached: int | None, now: float) -> None:

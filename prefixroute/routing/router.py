@@ -12,6 +12,7 @@ Rules:
 1. Push-back is relative: it is honoured while there is somebody who does not push back. This node's own endpoints stay
    candidates: how long they are busy is known here, and counts.
 2. Rules for zones (`zones`) come before the policy, so that each policy obeys them.
+3. A caller may offer some endpoints only: nobody else is a candidate then, or a fallback.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import random
 from collections.abc import Iterable, Sequence
 from math import inf
 
-from ..errors import UsageError
+from ..errors import NoEndpointError
 from ..keys.chain import TokenChain
 from ..policy.interface import Candidate, Policy, Request, Withheld
-from .decision import Decision, decided
+from .decision import FORWARDED, Decision, decided
 from .fleet import Fleet
 from .index import DEEPEST, MergedIndex
 from .predictions import Predictions
@@ -52,13 +53,14 @@ class Router:
         self._rng = rng
 
     def decide(
-        self, ticket: int, chain: TokenChain, forwarded: bool, now: float, without: str = ""
+        self, ticket: int, chain: TokenChain, forwarded: bool, now: float, offered: int = -1, without: str = ""
     ) -> tuple[Decision, Candidate]:
         """Weigh all but `without` and let the policy choose; return the decision and what its target was weighed at.
 
-        What was `forwarded` here is served here. Raises `UsageError` when nobody can be chosen.
+        What was `forwarded` here is served here. `offered` is the mask of those to choose from. Raises
+        `NoEndpointError` when nobody can be chosen.
         """
-        candidates, reserve = self._weigh(chain, forwarded, now)
+        candidates, reserve, eligible = self._weigh(chain, forwarded, now, offered)
         if without:
             others = [c for c in candidates if c.endpoint != without]
             candidates, reserve = (others, reserve) if others else (reserve or candidates, [])
@@ -69,6 +71,8 @@ class Router:
         best = order[0]
         candidates += reserve
         fallbacks, origin_s = _others((*order[1:], *reserve) if reserve else order[1:], withheld)
+        if len(fallbacks) < MAX_FALLBACKS and not forwarded and not self.fleet.local & offered:
+            fallbacks += self._more(order, fallbacks, offered)
         zone, excluded = "", _NOBODY
         if gate is not None:
             candidates += withheld
@@ -77,16 +81,25 @@ class Router:
             if any(c.withheld.saves_s > 0 for c in (*withheld, *excluded) if c.withheld is not None):
                 reason += ", by the rules for zones"
         if forwarded:
-            reason = "forwarded here"
+            reason = FORWARDED
         url, weighed = self.fleet.standings[best.endpoint].copy.url, tuple(candidates)
-        return decided(ticket, best, url, fallbacks, origin_s, reason, weighed, budget_s, zone, excluded), best
+        masks = (eligible, offered)
+        return decided(ticket, best, url, fallbacks, origin_s, reason, weighed, budget_s, zone, excluded, masks), best
 
-    def _weigh(self, chain: TokenChain, forwarded: bool, now: float) -> tuple[list[Candidate], list[Candidate]]:
-        """Return the candidates, and the local endpoints that are kept in reserve because they push back."""
+    def weigh(self, chain: TokenChain, standing: Standing, now: float) -> Candidate:
+        """Weigh one endpoint."""
+        depth = self.index.depth(chain, standing.bit)
+        return standing.weigh(depth, chain.n_tokens, self.block_tokens, now)
+
+    def _weigh(
+        self, chain: TokenChain, forwarded: bool, now: float, offered: int
+    ) -> tuple[list[Candidate], list[Candidate], int]:
+        """Return the candidates, the local endpoints kept in reserve because they push back, and the eligible ones."""
         fleet, block, n_tokens = self.fleet, self.block_tokens, chain.n_tokens
         guarded = 0 if forwarded else fleet.guarded
-        eligible = fleet.local if forwarded else self._eligible(guarded)
-        looked_at = eligible | fleet.local
+        ours = fleet.local & offered
+        eligible = ours if forwarded else self._eligible(guarded, offered)
+        looked_at = eligible | ours
         # Far endpoints must not be looked at instead of near ones: they may come to nothing.
         depths: dict[Standing, int] = {}
         self._find(chain, looked_at & ~guarded, depths)
@@ -106,15 +119,16 @@ class Router:
             weighed = standing.weigh(depth, n_tokens, block, now, bit & predicted != 0)
             (candidates if bit & eligible else reserve).append(weighed)
         if candidates or reserve:
-            return (candidates, reserve) if candidates else (reserve, [])
+            return (candidates, reserve, eligible) if candidates else (reserve, [], looked_at)
         if forwarded:
-            raise UsageError("a forwarded request is served where it arrives, and this node has no endpoint of its own")
-        return self._last_resort(n_tokens, block, now), []
+            own = "this node has no endpoint of its own" + (" that was offered" if fleet.local else "")
+            raise NoEndpointError(f"a forwarded request is served where it arrives, and {own}")
+        return self._last_resort(chain, now, offered)
 
-    def _eligible(self, guarded: int) -> int:
+    def _eligible(self, guarded: int, offered: int) -> int:
         """Return the mask of who may be chosen; `guarded` are those behind a saving."""
         fleet = self.fleet
-        usable, ours = fleet.usable, fleet.local
+        usable, ours = fleet.usable & offered, fleet.local & offered
         free = usable & ~fleet.overloaded
         # An endpoint that has to save something is compared with the others, busy or not: that they are busy is no
         # reason to leave them alone.
@@ -126,7 +140,7 @@ class Router:
     def _find(self, chain: TokenChain, within: int, depths: dict[Standing, int]) -> None:
         """Add who is worth a look among the endpoints `within`, and how many blocks of the prompt each holds."""
         fleet, index = self.fleet, self.index
-        ours = fleet.local
+        ours = fleet.local & within
         strata = index.search(chain, DEEPEST, within)
         unseen, most = within, 2
         for depth, mask in strata:
@@ -145,16 +159,25 @@ class Router:
             for standing in (*fleet.cheapest(unseen & ~ours, 1), *fleet.cheapest(unseen & ours, MAX_LOCAL)):
                 depths[standing] = index.depth(chain, standing.bit) if more else 0
 
-    def _last_resort(self, n_tokens: int, block: int, now: float) -> list[Candidate]:
-        """A gateway whose peers are all suspended or unheard still tries them: one may be back."""
-        standings = self.fleet.standings.values()
+    def _last_resort(self, chain: TokenChain, now: float, offered: int) -> tuple[list[Candidate], list[Candidate], int]:
+        """A gateway whose peers are all suspended or unheard still tries those least in doubt. O(endpoints)."""
+        fleet = self.fleet
+        standings = [standing for standing in fleet.standings.values() if standing.bit & offered]
         if not standings:
-            raise UsageError("no endpoint is known: add_endpoint, or add_peer and let gossip run first")
-        allowed = [standing.weigh(0, n_tokens, block, now) for standing in standings if standing.needs_s < inf]
-        gate = self.fleet.gate
-        if not allowed and gate is not None:
-            raise UsageError(f"the rules of zone {gate.zone!r} forbid forwards to every endpoint that is known")
-        return allowed
+            if fleet.standings:
+                raise NoEndpointError(
+                    "none of the endpoints that were offered is known: offer others, or let gossip run"
+                )
+            raise NoEndpointError("no endpoint is known: add_endpoint, or add_peer and let gossip run first")
+        allowed = [standing for standing in standings if standing.needs_s < inf]
+        if not allowed:
+            zone = fleet.gate.zone if fleet.gate is not None else ""
+            raise NoEndpointError(f"the rules of zone {zone!r} forbid forwards to every endpoint that is known")
+        least = min(map(fleet.doubts, allowed))
+        mask = sum(standing.bit for standing in allowed if fleet.doubts(standing) == least)
+        depths: dict[Standing, int] = {}
+        self._find(chain, mask, depths)
+        return [s.weigh(depth, chain.n_tokens, self.block_tokens, now) for s, depth in depths.items()], [], mask
 
     def _sift(self, candidates: list[Candidate], gate: Gate) -> tuple[list[Candidate], tuple[Candidate, ...]]:
         """Return those to choose from, and by cost those that save too little against the best that need not save."""
@@ -177,6 +200,14 @@ class Router:
                 gate.withheld("above", c.zone)
         withheld.sort(key=lambda c: c.cost_s)
         return kept, tuple(withheld)
+
+    def _more(self, weighed: Sequence[Candidate], fallbacks: tuple[str, ...], offered: int) -> tuple[str, ...]:
+        """Return fallbacks for a gateway, which has none of its own: who was not weighed, busy ones too."""
+        fleet = self.fleet
+        others = fleet.usable & offered & ~fleet.guarded
+        for c in weighed:
+            others &= ~fleet.standings[c.endpoint].bit
+        return tuple([standing.name for standing in fleet.cheapest(others, MAX_FALLBACKS - len(fallbacks))])
 
     def _excluded(
         self, chain: TokenChain, candidates: list[Candidate], gate: Gate, now: float

@@ -3,7 +3,7 @@
 | | `LocalStanding`, this node's own | `PeerStanding`, anybody else's |
 |---|---|---|
 | pace | what outcomes show, else what its engine's probe tells | the freshest report, from gossip or with a reply |
-| wait | the longer of what a probe saw and what is booked | the reported queue, drained, and what was sent since |
+| wait | the longer of what a probe saw and what is booked | what is left of the reported queue and sends; its silence |
 | round trip | none | as gossip measured it |
 | confidence | the residency's own | its owner's, times what came true, times what lasts the way there |
 | arrivals | counted here | told by its owner |
@@ -27,7 +27,7 @@ from ..policy.interface import Candidate
 from ..replication.copies import Copy, Peer
 from .ledger import ArrivalRate, Ledger, Queue, RateEstimate
 from .reuse import Reuse
-from .trust import Accuracy, Lateness, Misses, Suspension
+from .trust import Accuracy, Lateness, Misses, Promptness, Silence, Suspension
 
 BELIEF = 0.95
 """Share of a remote match that is counted: a digest lags its owner by a round or so."""
@@ -57,6 +57,8 @@ class Standing(ABC):
         """Clock reading, in seconds, until which it counts as refusing, since it turned a request away; its reason."""
         self.trust = 1.0
         """Share of predicted hits that came true lately, 0 to 1."""
+        self.overdue = 0
+        """Requests in the ledger that are not believed to be served any more."""
         self.misses = Misses()
         self.refuted = 0
         """Predictions in a row, of prompts that were sent there, of which nothing came true."""
@@ -85,6 +87,8 @@ class Standing(ABC):
         """Whether its last word was that it refuses."""
         self.state = PushBackState.OPEN
         self.zone = ""
+        self.report = self.default
+        """The freshest one."""
         self._waiting = 0
         """Requests that wait there, by its report."""
         self._room_tokens = self._eviction_age_s = inf
@@ -104,6 +108,7 @@ class Standing(ABC):
     def _read(self, report: LoadReport, now: float) -> None:
         """Take what a report and the owner's advert say."""
         copy, advert = self.copy, self.copy.advert
+        self.report = report
         self.rate = report.prefill_tokens_per_s or self.default.prefill_tokens_per_s
         self.overhead_s = report.overhead_s or self.default.overhead_s
         self._waiting = report.waiting
@@ -139,7 +144,7 @@ class Standing(ABC):
             matched = matched - self.drop if matched > self.floor else 0
         rate, rtt_s, wait_s, overhead_s = self.rate, self.rtt_s, self.wait_s(now), self.overhead_s
         prefill_s = (n_tokens - self.confidence * matched) / rate
-        queued, waiting = len(self.ledger.open), self._waiting
+        queued, waiting = len(self.ledger.open) - self.overdue, self._waiting
         # One tuple, without the constructor of named tuples, which takes twice as long; made of parts it is felt too.
         return tuple.__new__(
             Candidate,
@@ -213,7 +218,14 @@ class PeerStanding(Standing):
         self.reply: tuple[LoadReport, float] | None = None
         """The load report that came with a reply, and when: the freshest one until gossip brings a later word."""
         self.lateness = Lateness()
+        self.silence = Silence()
+        self.promptness = Promptness()
         self.refresh(now)
+
+    def take_up(self, gone: PeerStanding) -> None:
+        """Go on where an endpoint of this name stood when it was forgotten: what was sent there is under way still."""
+        self.ledger, self.queue, self.suspension = gone.ledger, gone.queue, gone.suspension
+        self.silence, self.promptness, self.overdue = gone.silence, gone.promptness, gone.overdue
 
     def refresh(self, now: float) -> None:
         """Read the freshest report: rate, fixed time, queue, push-back, confidence, round trip. O(1)."""
@@ -235,4 +247,8 @@ class PeerStanding(Standing):
         """Return the seconds before a prefill begins: what is left of the queue when a prompt sent now arrives."""
         queue = self.queue
         wait = queue.left_s(now + self.rtt_s / 2) if queue.sends or queue.reported_s else 0.0
+        late_at = self.silence.late_at
+        if now > late_at:
+            # As long as it has been late it may be late still.
+            wait += now - late_at
         return wait + self.lateness.excess_s(now) if self.lateness.late_s > 0 else wait

@@ -2,7 +2,9 @@
 
 | evidence | kept in | effect | ends with |
 |---|---|---|---|
-| forwards that fail | `Suspension` | only a trial is sent, after 1 s, 2 s ... 60 s | a trial that is served |
+| forwards that fail | `Suspension` | only a trial is sent, after 1 s, 2 s ... 60 s | answers, step by step |
+| forwards without a word | `Silence` | the longer, the later it is taken to be; then it has failed | a word |
+| how late words come | `Promptness` | so much more patience | |
 | predicted hits that are none | `Misses` | less of its digest is believed | hits, or time |
 | first tokens that come late | `Lateness` | it is taken for slower than it says | tokens in time, or time |
 | every count of cached tokens | `Accuracy` | none: it is for operators | |
@@ -19,9 +21,12 @@ does not hold, and is not to be asked twenty times before that is believed.
 Rules:
 1. A streak ends with the first hit, or the first token in time. Without a streak the plain weights (0.1, 0.2) apply.
 2. Forgiving needs no evidence, only time: an endpoint that is not asked cannot show that it is better.
-3. Heartbeats do not end a suspension: a node that speaks may still not serve.
+3. Heartbeats do not end a suspension: a node that speaks may still not serve. Nor does a report of an empty queue show
+   that what was sent there has been served.
 4. A prediction is compared only with the engine's own count, at the endpoint that served the request, and as finely as
    the engine can reuse blocks.
+5. A word is a first token, or an outcome before it. Who is slow is not dead: a first word later than the silence that
+   was taken for a failure takes that failure back.
 """
 
 from __future__ import annotations
@@ -41,6 +46,30 @@ LATE_S = 0.05
 MAX_DECLINES = 1
 """Prompts in a row that an endpoint may hand back though it would have been in time by its own word."""
 
+OVERDUE, OVERDUE_S = 5.0, 3.0
+"""A first token is overdue after so many times what was expected, and so many seconds at least.
+
+An engine may be several times slower than it is known to be. What a shorter silence would save is saved by `AT_ONCE`.
+"""
+
+AT_ONCE = 4
+"""Forwards that wait at an endpoint that is late, without a word since the first of them: no more go there then."""
+
+SILENT = 2
+"""Failures that a silence counts for: it has cost the request its time, which a refused connection does not."""
+
+SLACK_S = 0.1
+"""First tokens that come later than expected by less than this, in seconds, put nobody off."""
+
+_MOST_FAILURES = 7
+"""With them the pause is at its longest."""
+
+_STEP = 4.0
+"""Answers in a row that make up for one failure. So who fails more often than once in ten, or hangs, is driven out."""
+
+_FREE = 4
+"""Answers in a row after which an endpoint gets all again; before, it gets 1, 2, 4, 8 forwards at a time."""
+
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _MISS_WEIGHTS = (0.1, 0.2, 0.4, 0.5)
 _LATE_WEIGHTS = (0.2, 0.2, 0.4, 0.6)
@@ -49,43 +78,165 @@ _FADES_S, _FADES_MOST = 30.0, 8.0
 
 
 class Suspension:
-    """Whether forwards to an endpoint are suspended because they fail; after a pause one trial is let through."""
+    """Whether forwards to an endpoint are suspended because they fail; after a pause one trial is let through.
 
-    __slots__ = ("_failed_at", "_trial_at", "failures")
+    It lasts until it ends: with a word, an outcome, or as overdue. One that is served lifts the suspension: twice as
+    many forwards may be under way after each answer. The failures are forgotten more slowly.
+    """
+
+    __slots__ = ("_earned", "_failed_at", "_failed_tokens", "_in_row", "_trials", "failures", "reason", "trial_at")
 
     def __init__(self) -> None:
-        self._failed_at = self._trial_at = -inf
+        self._failed_at = -inf
+        self.trial_at = -inf
+        """When the pause ends."""
+        self._failed_tokens = 0
+        self._in_row = 0
+        """Answers since the last failure."""
+        self._earned = 0.0
+        """The same since the last step, each by the length of its prompt: a short one shows little of long ones."""
+        self._trials: set[int] = set()
         self.failures = 0
+        self.reason = ""
+        """Of the last failure."""
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether what goes there is counted."""
+        return self.failures > 0 and self._in_row < _FREE
 
     def blocks(self, now: float) -> bool:
         """Whether forwards must not go there now."""
-        return self.failures > 0 and now < self._trial_at
+        return self.on_trial and (now < self.trial_at or len(self._trials) >= 1 << self._in_row)
 
-    def sent(self, now: float) -> None:
-        """Note that a forward goes out: while the endpoint is suspended that is the trial, and none follows it."""
-        if self.failures:
-            self._trial_at = now + self._pause_s()
+    def sent(self, ticket: int) -> None:
+        """Note that a forward goes out while the endpoint is on trial."""
+        self._trials.add(ticket)
 
-    def failed(self, sent_at: float, now: float) -> bool:
-        """Note that a forward failed or timed out; return whether that is news.
+    def ended(self, ticket: int) -> None:
+        """Note that a forward is over; one that was not counted is harmless."""
+        self._trials.discard(ticket)
+
+    def failed(self, sent_at: float, now: float, tokens: int = 0, weight: int = 1, reason: str = "") -> int:
+        """Note that a forward of a prompt of `tokens` failed; return for how many it counts, 0 if it is no news.
 
         When a node dies all forwards under way fail at once: one that was sent before the last failure is no news.
         """
-        if self.failures and sent_at <= self._failed_at:
-            return False
-        self.failures += 1
-        self._failed_at = now
-        self._trial_at = now + self._pause_s()
-        return True
+        if sent_at <= self._failed_at:
+            return 0
+        before, self.failures = self.failures, min(self.failures + weight, _MOST_FAILURES)
+        self._failed_at, self._failed_tokens, self.reason = now, tokens, reason
+        self.trial_at = now + min(_FIRST_PAUSE_S * 2.0 ** (self.failures - 1), _LONGEST_PAUSE_S)
+        self._in_row, self._earned = 0, 0.0
+        return max(1, self.failures - before)
 
-    def served(self) -> bool:
-        """Note a forward that was served; return whether that ended a suspension."""
-        ended, self.failures = self.failures > 0, 0
+    def served(self, tokens: int = 0, forgiven: int = 0) -> bool:
+        """Note an answer to a prompt of `tokens`; return whether that ended a suspension.
+
+        `forgiven` are failures that were none: the answer was only late.
+        """
+        if not self.failures:
+            return False
+        ended = self._in_row == 0
+        self._in_row += 1
+        self.trial_at = -inf
+        self._earned += tokens / self._failed_tokens if tokens < self._failed_tokens else 1.0
+        if self._earned >= _STEP:
+            self._earned, forgiven = 0.0, forgiven + 1
+        self.failures = max(0, self.failures - forgiven)
+        if not self.failures:
+            self._in_row = 0
         return ended
 
-    def _pause_s(self) -> float:
-        # An endpoint can fail for ever; beyond 2**60 there is nothing to double.
-        return min(_FIRST_PAUSE_S * 2.0 ** min(self.failures - 1, 60), _LONGEST_PAUSE_S)
+    def parted(self) -> Suspension:
+        """Return one of its own for an endpoint that shared this one."""
+        own = Suspension()
+        own.failures, own._in_row, own._earned = self.failures, self._in_row, self._earned
+        own._failed_at, own._failed_tokens, own.reason = self._failed_at, self._failed_tokens, self.reason
+        return own
+
+
+class Silence:
+    """Forwards to an endpoint since its last word."""
+
+    __slots__ = ("_given_up", "_heard_at", "_reached", "_waiting", "late_at")
+
+    def __init__(self) -> None:
+        self._heard_at = self._reached = -inf
+        """When the last word came, and when the latest of the forwards was sent of which one came."""
+        self._waiting: dict[int, float] = {}
+        """When each is late."""
+        self._given_up = 0
+        """Those that were given up when they were late already."""
+        self.late_at = inf
+        """When the first of those that wait is late. From then on nothing is believed to move there."""
+
+    def sent(self, ticket: int, late_at: float) -> None:
+        """Note a forward whose first word is late after that moment."""
+        self._waiting[ticket] = late_at
+        if late_at < self.late_at:
+            self.late_at = late_at
+
+    def heard(self, sent_at: float, now: float) -> None:
+        """Note the word of a forward that was sent then."""
+        self._heard_at = now
+        self._reached = max(self._reached, sent_at)
+        self.broken()
+
+    def moves(self, sent_at: float, since: float) -> bool:
+        """Whether a forward that was sent then is still in a queue: words came `since`, and none of a later one."""
+        return self._heard_at > since and self._reached < sent_at
+
+    def broken(self) -> None:
+        """Note a word, or a failure: what is to come is judged anew."""
+        self._waiting.clear()
+        self._given_up, self.late_at = 0, inf
+
+    def given_up(self, ticket: int, now: float, most: int = AT_ONCE) -> bool:
+        """Note that nobody waits for a forward any more; return whether `most` were late and in vain since a word."""
+        late_at = self._waiting.pop(ticket, None)
+        if late_at is None:
+            return False
+        if now >= late_at:
+            self._given_up += 1
+        self.late_at = min(self._waiting.values(), default=inf)
+        return self._given_up >= most
+
+    def holds(self, now: float) -> bool:
+        """Whether what waits there is late and enough."""
+        return now >= self.late_at and len(self._waiting) + self._given_up >= AT_ONCE
+
+
+class Promptness:
+    """How much later than expected first words come: their mean and mean deviation, smoothed (Jacobson, SIGCOMM 1988).
+
+    So a peer that is slower than it says gets the time it takes, and so does a caller that reports whole answers.
+    """
+
+    __slots__ = ("_deviation_s", "_mean_s", "known")
+
+    def __init__(self) -> None:
+        self.known = False
+        self._mean_s = self._deviation_s = 0.0
+
+    def note(self, excess_s: float, most_s: float) -> None:
+        """Take a first word that came `excess_s` seconds later than expected; of one only `most_s` is counted.
+
+        So an endpoint that once hung for a minute is not waited for so long again.
+        """
+        if excess_s < 0.0:
+            excess_s = 0.0
+        if not self.known:
+            self.known, self._mean_s, self._deviation_s = True, excess_s, excess_s / 4
+            return
+        error = (excess_s if excess_s < most_s else most_s) - self._mean_s
+        self._mean_s += error / 8
+        self._deviation_s += ((error if error > 0 else -error) - self._deviation_s) / 4
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds beyond what is expected within which nearly all words come."""
+        return self._mean_s + 4 * self._deviation_s
 
 
 class Misses:
