@@ -124,7 +124,7 @@ class PlacementTask(NamedTuple):
 
 
 class PlacementRun(NamedTuple):
-    """One contender in one run, in seconds: means of whole requests, first tokens and waits, and p99 of whole requests."""
+    """One contender in one run, in seconds: means of whole requests, first tokens and waits; `p99_s` of the whole."""
 
     whole_s: float
     first_s: float

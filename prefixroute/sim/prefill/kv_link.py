@@ -99,7 +99,7 @@ class SharedLink:
         return done
 
     def _share(self) -> None:
-        """Share the bandwidth, smallest bound first: a transfer bounded below an even share leaves the rest to others."""
+        """Share the bandwidth, smallest bound first: a transfer bounded below an even share leaves more to others."""
         left, waiting = self.bytes_per_s, sorted(self._open.values(), key=lambda transfer: transfer.bound)
         self._limited = False
         for i, transfer in enumerate(waiting):

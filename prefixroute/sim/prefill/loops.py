@@ -32,7 +32,7 @@ With 20 s thresholds moved three times as often, and bursts of twice the rate co
 """
 
 CAUTION = 1.25
-"""Factor by which the link may be busier than local prefill, since its queue ends with its trouble, a local one later."""
+"""Factor by which the link may be busier than local prefill: its queue ends with its trouble, a local queue later."""
 
 
 class FastLoop:
