@@ -35,10 +35,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """A prefix that several requests begin with; `saved_tokens` are the `share` of all prompt tokens that it saves.
-
-    `first` is the file and line where the prefix came first.
-    """
+    """A prefix that several requests begin with; `share` is of all prompt tokens, `first` where it came first."""
 
     tokens: int
     requests: int

@@ -31,7 +31,7 @@ FULL_MS = 10_000.0
 """Milliseconds that a client adds for a server without room for another session."""
 OWN_SHARE = 1.0 + 1e-3
 BALANCED = 0.75 - 1e-3
-"""A server moves when the worst served block has less than this share of its throughput after the move."""
+"""A server moves when the least throughput of any block is below this share of the least one after the move."""
 
 HIDDEN_SIZE = 14336
 RESERVE_BYTES = 2 * 2.0**30

@@ -52,7 +52,7 @@ class ScenarioEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine: `overhead_ms` a request, prefill rate, and the cache in tokens, or as a share of all prefix tokens.
 
     With `batch_tokens` it prefills in steps of so many tokens, and decodes `output_tokens` of each request in the same
-    steps, each of which a decoding request makes `decode_ms` longer.
+    steps; each decoding request makes a step `decode_ms` longer.
     """
 
     prefill_tokens_per_s: float = 8000.0
