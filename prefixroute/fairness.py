@@ -1,24 +1,25 @@
-"""One queue in front of an engine, in which tenants take turns: nobody's locality starves another.
+"""One queue in front of an engine, in which tenants take turns: no tenant's cached prefixes starve another tenant.
 
-A request whose prefix is cached costs its engine little, and a router sends it there for that very reason. So the
-tenant with the hot prefix fills the engine's queue, first come first served, and everybody behind it waits.
+A request whose prefix is cached costs its engine little, so a router sends it to that engine. With first come, first
+served, the tenant of a hot prefix therefore fills the engine's queue, and all other tenants wait behind it.
 
-    enter(ticket, tenant, uncached)   -> GO: hand it to the engine; HELD: a later call returns it; FULL: refuse it
+    enter(ticket, tenant, uncached)   -> GO: hand the request to the engine; HELD: a later call returns its ticket;
+                                         FULL: refuse the request
     first_token(ticket), leave(ticket) -> the tickets to hand to the engine now
 
 Rules:
-1. Local and forwarded requests enter alike, and are charged the tokens that the engine has to compute: what is cached
-   is free, so a tenant gains by its locality and pays for nobody's.
-2. The engine is given work while less than a window of charged tokens is there without a first token. So it never idles
-   while a request is held, and who waits in front of it waits a window at most; the rest is decided here.
-3. The next one is of the tenant that has had least, in tokens by weight; within a tenant, first come first served.
-   A tenant that comes back starts level with the others: neither what it used nor what it left counts for ever.
+1. Local and forwarded requests enter alike. Each is charged the tokens that the engine has to compute; cached tokens
+   are free, so a tenant gains by its own cached prefixes and does not pay for those of others.
+2. The queue releases requests while the engine has less than a window of charged tokens without a first token. So the
+   engine never idles while a request is held, and a released request waits a window at most inside the engine.
+3. The next request is of the tenant that has had the fewest tokens, divided by its weight; within a tenant, first come
+   first served. A tenant that returns after a pause starts level with the others: its past use is forgotten.
 4. No tenant fills the queue: it may hold as many requests as there are places left (dynamic threshold).
-5. Every ticket that entered leaves: served, failed, cancelled, held or not.
+5. The caller calls `leave` for every ticket that entered: served, failed, cancelled, held or not.
 
-Rule 3 is deficit round robin with the turns made as short as one request (start-time fair queueing): two tenants that
-both wait are never apart by more than a request of each, O(log tenants) a call, and a new tenant's first request is
-next, where round robin would have it wait for a quantum of everybody.
+Rule 3 is deficit round robin with turns as short as one request (start-time fair queueing). The shares of two waiting
+tenants never differ by more than one request of each; a call is O(log tenants); the first request of a new tenant is
+next, where in round robin it would wait for a quantum of every other tenant.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from typing import NamedTuple
 from .errors import UsageError
 
 MAX_TENANTS = 1024
-"""Tenants told apart; while so many are busy or remembered, the rest share one account."""
+"""The most tenants with an account of their own; while all of these are in use, further tenants share one account."""
 
 OTHER = "other"
-"""The account of the rest."""
+"""Name of the account that further tenants share."""
 
 
 class Entry(Enum):
@@ -52,9 +53,10 @@ class Entry(Enum):
 class FairSettings:
     """Settings of a queue.
 
-    `window_tokens` are given to the engine ahead: the budget of one of its steps keeps it busy. `overhead_tokens` are
-    charged beside the uncached ones: a request's fixed time, in tokens. `weights` are shares by tenant, 1 unless told.
-    `max_held` bounds the requests that wait here. Raises `UsageError` for what makes no sense.
+    `window_tokens` is the work that the engine has ahead, in charged tokens: the token budget of one engine step keeps
+    it busy. `overhead_tokens` stands for a request's fixed time, and is charged beside its uncached tokens. `weights`
+    are shares by tenant, 1 by default. `max_held` bounds the requests that wait here. Raises `UsageError` for a value
+    out of range.
     """
 
     window_tokens: int = 8192
@@ -73,9 +75,9 @@ class FairSettings:
 class FairStats(NamedTuple):
     """A tenant's account.
 
-    `held` wait here, `released` went to the engine, charged `tokens` in all; `waited_s` is the sum of their waits here.
-    `refused` found the queue full. `deficit_tokens` is what the tenant lacks of its fair share: 0 for who is next,
-    below 0 for who had more.
+    Counts of requests: `held` wait here, `released` went to the engine, `refused` found the queue full. `tokens` are
+    charged for the released ones, and `waited_s` is the sum of their waits here, in seconds. `deficit_tokens` is 0 for
+    a tenant that is next, and below 0 by the tokens that a tenant had more than its fair share.
     """
 
     tenant: str
@@ -94,9 +96,9 @@ class _Account:
     held: OrderedDict[Hashable, _Request] = field(default_factory=OrderedDict)
     held_tokens: int = 0
     open: int = 0
-    """Requests that entered and did not leave."""
+    """Requests that have entered and not left yet."""
     finish: float = 0.0
-    """Tokens by weight that it has had, on the clock that all accounts share."""
+    """Tokens that this account has had, divided by its weight, on the virtual clock that all accounts share."""
     stamp: int = 0
     released: int = 0
     tokens: int = 0
@@ -112,43 +114,43 @@ class _Request:
     weight: float
     entered_at: float
     waiting: bool = True
-    """Held, or given to the engine and without a first token."""
+    """True while the request is held, or is in the engine without a first token."""
     released: bool = False
 
 
 class FairQueue:
     """The queue of one engine. All calls are O(log tenants) amortised; `stats` and `_check` look at everything.
 
-    Its attributes are to be read only.
+    Callers only read its attributes.
     """
 
     def __init__(self, settings: FairSettings | None = None) -> None:
         self.settings = settings or FairSettings()
         self.window_tokens = self.settings.window_tokens
-        """The window now."""
+        """The present window, in charged tokens."""
         self.held = 0
         """Requests that wait here."""
         self.ahead_tokens = 0
-        """Charged tokens that the engine has and that are without a first token."""
+        """Charged tokens of the requests that are in the engine without a first token."""
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
         self._requests: dict[Hashable, _Request] = {}
         self._turns: list[tuple[float, int, int, _Account]] = []
-        """(start, order, stamp, account) of each that holds requests; those with an older stamp are void."""
+        """(start, order, stamp, account) of each account that holds requests; an entry with an older stamp is void."""
         self._order = 0
         self._clock = 0.0
-        """Where the latest turn began, in tokens by weight."""
+        """The virtual clock: the start of the latest turn, in tokens divided by weight."""
         self._last = 0.0
-        """The furthest that any account has come."""
+        """The largest `finish` of any account."""
 
     def resize(self, window_tokens: int, now: float) -> list[Hashable]:
-        """Set the window, as an engine's speed becomes known; return the tickets to release."""
+        """Set the window, for instance when the engine's speed becomes known; return the tickets to release."""
         if window_tokens < 1:
             raise UsageError("a window has at least one token")
         self.window_tokens = window_tokens
         return self._release(now)
 
     def enter(self, ticket: Hashable, tenant: str, uncached_tokens: int, now: float) -> Entry:
-        """Take a request that is to compute so many tokens. Raises `UsageError` for a ticket that is in already."""
+        """Take a request with so many tokens to compute. Raises `UsageError` for a ticket that has entered already."""
         if ticket in self._requests:
             raise UsageError(f"the ticket {ticket!r} is in the queue already")
         account = self._account(tenant)
@@ -163,14 +165,14 @@ class FairQueue:
         account.held_tokens += charge
         self.held += 1
         if len(account.held) == 1:
-            # Level with the others, unless it is ahead of them.
+            # The account starts level with the others, unless it has had more than they have.
             account.finish = max(account.finish, self._clock)
             self._take_turn(account)
         self._release(now)
         return Entry.GO if request.released else Entry.HELD
 
     def first_token(self, ticket: Hashable, now: float) -> list[Hashable]:
-        """Note that a request's prefill is done; return the tickets to release. An unknown one is harmless."""
+        """Note that a request's prefill is done; return the tickets to release. An unknown ticket is harmless."""
         request = self._requests.get(ticket)
         if request is None or not request.released or not request.waiting:
             return []
@@ -179,10 +181,10 @@ class FairQueue:
         return self._release(now)
 
     def leave(self, ticket: Hashable, now: float, uncached_tokens: int | None = None) -> list[Hashable]:
-        """Note that a request is over, however it ended; return the tickets to release. An unknown one is harmless.
+        """Note that a request is over, however it ended; return the tickets to release. An unknown ticket is harmless.
 
-        `uncached_tokens` is what the engine really computed, by its cached tokens: the tenant is charged the
-        difference. Pass 0 for one that came to nothing. What was held is not charged.
+        `uncached_tokens` is what the engine really computed, by its report of cached tokens; the tenant is charged the
+        difference. Pass 0 for a request that failed without an answer. A request that was still held is not charged.
         """
         request = self._requests.pop(ticket, None)
         if request is None:
@@ -197,7 +199,7 @@ class FairQueue:
         if request.waiting:
             self.ahead_tokens -= request.charge
         if uncached_tokens is not None:
-            # What came to nothing took no fixed time either.
+            # A request that failed without an answer took no fixed time either.
             charge = uncached_tokens and uncached_tokens + self.settings.overhead_tokens
             more = charge - request.charge
             account.tokens += more
@@ -208,9 +210,9 @@ class FairQueue:
         return self._release(now)
 
     def overtaken(self, tenant: str) -> int:
-        """Return the tokens held here that would go after a request of this tenant that came now. O(tenants that wait).
+        """Return the tokens held here that a new request of this tenant would overtake. O(tenants that wait).
 
-        A node's own estimate of the wait counts all that it has booked; so much of it is no wait for this tenant.
+        A node's estimate of the wait counts all booked requests; this tenant does not wait for these tokens.
         """
         account = self._accounts.get(tenant)
         mine, weight = (account.held_tokens if account else 0), self.settings.weights.get(tenant, 1.0)
@@ -238,7 +240,7 @@ class FairQueue:
         account = accounts.get(tenant)
         if account is None:
             if len(accounts) >= MAX_TENANTS:
-                # The account that was used longest ago makes room, if nothing hangs on it.
+                # The account that was used longest ago makes room, if it has no open request and is not ahead.
                 oldest = next(iter(accounts.values()))
                 if oldest.open or oldest.finish > self._clock or oldest.name == OTHER:
                     tenant = OTHER
@@ -257,7 +259,7 @@ class FairQueue:
             heapify(self._turns)
 
     def _release(self, now: float) -> list[Hashable]:
-        """Give the engine work up to the window; return the tickets."""
+        """Release requests until the engine has a full window of work; return their tickets."""
         released = []
         while self.held and self.ahead_tokens < self.window_tokens:
             start, _, stamp, account = heappop(self._turns)
@@ -278,12 +280,12 @@ class FairQueue:
             if account.held:
                 self._take_turn(account)
         if not self.held and not self.ahead_tokens:
-            # The engine is idle: who used it last owes nobody anything.
+            # The engine is idle, so no tenant waits: all accounts start level again.
             self._clock = self._last
         return released
 
     def _check(self) -> None:
-        """Assert that counts, turns and requests agree, and that nothing is held that could go. O(requests)."""
+        """Assert that counts, turns and requests agree, and that no held request could be released. O(requests)."""
         held = [request for account in self._accounts.values() for request in account.held.values()]
         assert len(held) == self.held <= self.settings.max_held
         assert all(self._requests[request.ticket] is request and not request.released for request in held)

@@ -1,4 +1,4 @@
-"""Serving: what stands between clients and engines, on the way of a real request.
+"""Serving: the programs between clients and engines that carry real requests.
 
 Three parts: `attach`, which any server around a `Node` can use; the sidecar, an OpenAI-compatible server beside each
 engine (``prefixroute serve CONFIG``); and the doctor, which examines running sidecars (``prefixroute doctor CONFIG``).
@@ -19,11 +19,11 @@ Each file but `command.py` imports only what stands above it.
 | `callers.py` | whose request it is, and under which salt it is cached |
 | `carried_tokens.py` | the tokens that a forward carries |
 | `turns.py` | tenants take turns before the local engine |
-| `sockets.py` | the sockets of a sidecar, and what is said when an address is taken |
+| `sockets.py` | the sockets of a sidecar, and the error when an address is taken |
 | `introspection.py` | what a sidecar does for the doctor: domain, clock, echoes over UDP |
 | `site.py` | what the parts of one running sidecar share |
-| `sidecar_stats.py` | what ``/prefixroute/stats`` tells |
-| `upstream.py` | what is sent to an engine or a peer, and its answer up to the first event |
+| `sidecar_stats.py` | the answer of ``/prefixroute/stats`` |
+| `upstream.py` | a request to an engine or a peer, and its answer up to the first event |
 | `cache_reads.py` | whether an engine reads its cache for a request, so that its count can be compared |
 | `exchange.py` | one request, from its decision to its last byte |
 | `pages.py` | all paths that are not routed |

@@ -1,13 +1,13 @@
-"""Server-sent events of a streamed answer: cutting, book-keeping, and going on after the upstream died.
+"""Server-sent events of a streamed answer: cutting them, book-keeping, and resuming after the upstream died.
 
 Rules:
 1. Events pass as the very bytes that the engine sent, and only whole: a dead upstream leaves no half event.
-2. After a break another engine gives the whole answer again. What the client already has is left out, but only
-   while the new answer repeats it to the letter; when it does not, the stream is broken off (`Diverged`).
-   A client may get an error, never two answers spliced together.
+2. After a break another engine gives the whole answer again. The part that the client already has is left out,
+   but only while the new answer repeats it to the letter; when it does not, the stream is broken off (`Diverged`).
+   A client may get an error, but never two answers spliced together.
 3. Streams that cannot be compared this way (several choices, tool calls, log probabilities) are never resumed.
 
-What becomes of an event of the second answer:
+The treatment of an event of the second answer:
 
 | event | already sent | action |
 |---|---|---|
@@ -27,10 +27,10 @@ import msgspec
 
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 MAX_EVENT_BYTES = 1 << 20
-"""A longer event is broken off: no engine sends one, and a buffer must end somewhere."""
+"""The longest event in bytes, to bound the buffer: a longer one breaks the stream off; no engine sends such events."""
 
 SERVER_ERROR = 500
-"""What an error event without a status of its own counts as."""
+"""The HTTP status of an error event that names none."""
 
 
 class Diverged(Exception):  # noqa: N818 - an outcome, not an error of the program
@@ -38,7 +38,7 @@ class Diverged(Exception):  # noqa: N818 - an outcome, not an error of the progr
 
 
 class UpstreamBroke(ValueError):  # noqa: N818 - an outcome, not an error of the program
-    """The engine itself says, in the stream, that it cannot go on; `status` is the one that it names."""
+    """The engine reports an error in the stream; `status` is the HTTP status that the event names."""
 
     def __init__(self, message: str, status: int = SERVER_ERROR) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class EventCutter:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The events that `data` completes, each with its blank line. ValueError beyond MAX_EVENT_BYTES."""
+        """Return the events that `data` completes, each with its blank line. ValueError beyond MAX_EVENT_BYTES."""
         if self._rest:
             data = self._rest + data
         events, start = [], 0
@@ -60,7 +60,7 @@ class EventCutter:
             for match in _EVENT_END.finditer(data):
                 events.append(data[start : match.end()])
                 start = match.end()
-        else:  # as all engines write; the pattern takes ten times as long
+        else:  # all engines write this form; the regular expression takes ten times as long
             while (end := data.find(b"\n\n", start)) >= 0:
                 events.append(data[start : end + 2])
                 start = end + 2
@@ -71,10 +71,10 @@ class EventCutter:
 
 
 class Event(NamedTuple):
-    """What matters of one event.
+    """The fields of one event that a ledger needs.
 
-    `plain` is False when it holds more than text, a role, usage or an end; `error` is the engine's own message, and
-    `status` the HTTP status that it names.
+    `plain` is False when the event holds more than text, a role, usage or an end; `error` is the engine's error
+    message, and `status` the HTTP status that it names.
     """
 
     text: str = ""
@@ -88,7 +88,7 @@ class Event(NamedTuple):
 
 
 def read_event(data: bytes) -> Event:
-    """Read an event of ``/v1/completions`` or ``/v1/chat/completions``; anything else is an Event not plain."""
+    """Read an event of ``/v1/completions`` or ``/v1/chat/completions``; other data gives an Event that is not plain."""
     line = data.strip()
     if not line.startswith(b"data:"):
         return Event(plain=line.startswith(b":"))  # a comment is a keep-alive
@@ -123,7 +123,7 @@ def _status_of(error: object) -> int:
 
 
 def _text_of(choice: dict[str, Any]) -> tuple[str, bool]:
-    """The choice's text, and whether there is nothing beside it."""
+    """Return the choice's text, and whether the choice holds nothing else."""
     delta = choice.get("delta")
     if delta is None:
         return choice.get("text") or "", True
@@ -132,14 +132,14 @@ def _text_of(choice: dict[str, Any]) -> tuple[str, bool]:
 
 
 def cached_tokens(usage: object) -> int | None:
-    """The engine's count of reused prompt tokens in a ``usage`` object, None when it does not say."""
+    """Return the engine's count of reused prompt tokens in a ``usage`` object, None when there is none."""
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     value = details.get("cached_tokens") if isinstance(details, dict) else None
     return value if isinstance(value, int) else None
 
 
 class StreamLedger:
-    """What a client has been sent of one streamed answer, over all the engines that gave parts of it."""
+    """The parts of one streamed answer that the client has been sent, from all engines that gave parts of it."""
 
     def __init__(self) -> None:
         self.done = False
@@ -153,7 +153,7 @@ class StreamLedger:
 
     @property
     def text(self) -> str:
-        """All that was sent of the answer. O(events since it was last asked for)."""
+        """The text sent so far. O(events since the last call)."""
         if len(self._texts) > 1:
             self._texts = ["".join(self._texts)]
         return self._texts[0] if self._texts else ""
@@ -169,15 +169,15 @@ class StreamLedger:
         return self._began
 
     def restart(self) -> None:
-        """The next event is the first of another answer. Diverged when this stream cannot be compared."""
+        """Note that the next event begins another answer. Raises Diverged when this stream cannot be compared."""
         if not self._plain:
             raise Diverged("this kind of stream cannot be resumed")
         self._repeated = "" if self._began else None
 
     def accept(self, data: bytes) -> bytes | None:
-        """What to pass on of this event, None when the client has it.
+        """Return the bytes of this event to pass on, None when the client has them already.
 
-        Diverged when it contradicts what was sent; UpstreamBroke when it is an error message.
+        Raises Diverged when the event contradicts what was sent; UpstreamBroke when it is an error message.
         """
         event = read_event(data)
         if event.error:
@@ -218,7 +218,7 @@ class StreamLedger:
 
 
 def _with_text(data: bytes, text: str) -> bytes:
-    """The event with its text replaced."""
+    """Return the event with its text replaced."""
     chunk = msgspec.json.decode(data.strip()[5:].strip())
     choice = chunk["choices"][0]
     if choice.get("delta") is not None:

@@ -1,8 +1,8 @@
 """HTTP for the two routed paths, straight on ASGI: a request's body, a reply, and whether the client is still there.
 
 Rules:
-1. No framework here: its routing, request and response objects cost as much as the decision. All other paths have one
-   (`pages.py`).
+1. There is no framework here: its routing, request and response objects cost as much as the decision. All other paths
+   use one (`pages.py`).
 2. When a client goes away its request is cancelled, whatever it is waiting for.
 """
 
@@ -39,7 +39,7 @@ def error_reply(status: int, message: str, kind: str = "upstream_error") -> Repl
 
 
 def response_of(reply: Reply) -> Response:
-    """The same for Starlette's routes."""
+    """Return a reply as a response for Starlette's routes."""
     return Response(reply.body, reply.status, dict(reply.headers), reply.media_type or None)
 
 
@@ -91,7 +91,7 @@ async def send_reply(send: Send, reply: Reply) -> None:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do `work` in this very task, unless the client goes meanwhile: that cancels it. Raises Gone."""
+    """Do `work` in this task; a client that goes away meanwhile cancels it. Raises Gone."""
     watch = asyncio.ensure_future(_until_gone(receive))
     task = asyncio.current_task()
     assert task is not None
@@ -115,7 +115,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None
 
 
 def _forgive(task: asyncio.Task[Any]) -> None:
-    """The cancellation was our own: from Python 3.11 on a task counts those that are under way."""
+    """Take back our own cancellation, since from Python 3.11 on a task counts its pending cancellations."""
     if hasattr(task, "uncancel"):
         task.uncancel()
 

@@ -1,11 +1,11 @@
 """One request, from its decision to its last byte, over as many engines as it takes.
 
 Rules:
-1. A request crosses at most one hop: what is sent to a peer carries `HOP_HEADER`, and the peer serves it, refuses it or
-   hands it back. Only the first attempt carries a budget; a peer that would need longer declines at once.
-2. Nothing is sent to the client before an engine's first event is here, so until then a failure costs time only:
-   the next fallback is asked, the local engine last.
-3. After that a broken stream goes on from another engine under the rules of `answer_streams.StreamLedger`.
+1. A request crosses at most one hop: a forward carries `HOP_HEADER`, and the peer serves it, refuses it or hands it
+   back. Only the first attempt carries a budget; a peer that would need longer declines at once.
+2. Nothing is sent to the client before an engine's first event has come, so until then a failure costs only time: the
+   next fallback is asked, the local engine last.
+3. After the first event, a broken stream goes on from another engine under the rules of `answer_streams.StreamLedger`.
 4. Every attempt ends in exactly one `node.report`.
 5. A peer with several endpoints (ranks) chooses among them itself. Load and cached tokens in its answer count for the
    endpoint that was asked only if that endpoint served.
@@ -14,7 +14,7 @@ Rules:
 |---|---|---|
 | cannot connect, connection breaks, status 5xx | failed | next fallback |
 | status 503 | refused | next fallback |
-| status 503 with `DECLINED_HEADER` | declined | wherever is best now |
+| status 503 with `DECLINED_HEADER` | declined | the best target now |
 | too slow | timed out | next fallback |
 | 200 | served | passed to the client |
 | any other status | cancelled | passed to the client, whose mistake it is |
@@ -97,7 +97,7 @@ class Exchange:
     # --- attempts ------------------------------------------------------------------------------------------
 
     async def _open_next(self) -> tuple[BegunAnswer | None, Reply]:
-        """Ask the current target, then its fallbacks; the last failure's reply when none is left."""
+        """Ask the current target, then its fallbacks; return None and the last failure's reply when none is left."""
         reply = error_reply(502, "no engine answered")
         while self._target is not None:
             try:
@@ -142,7 +142,7 @@ class Exchange:
         return await ask_peer(self._site, self._request, target, self._budget_s)
 
     async def _take_turn(self, target: str) -> None:
-        """Wait until the local engine is to have the request; AttemptFailed when its tenant has too many waiting."""
+        """Wait for the request's turn at the local engine; AttemptFailed when too many of its tenant's are waiting."""
         site, request = self._site, self._request
         if site.turns is None:
             return
@@ -178,7 +178,7 @@ class Exchange:
             await send_piece(send, _error_event(f"the answer was broken off: {error}"), more=False)
 
     async def _pass_on(self, answer: BegunAnswer, ledger: StreamLedger, send: Send) -> Outcome | None:
-        """Pass on one upstream's events; how it failed, None when its answer is whole. Raises Diverged."""
+        """Pass on one upstream's events; return how it failed, None when its answer is whole. Raises Diverged."""
         assert answer.cutter is not None
         events: Iterable[bytes] = answer.events or ()
         try:
@@ -240,7 +240,7 @@ class Exchange:
         self._settled = self._target is None
 
     def _cancel(self) -> None:
-        """Report a request that nobody waits for any more, unless it has been settled."""
+        """Report a request whose client is gone as cancelled, unless its outcome has been reported."""
         if not self._settled:
             self._settled = True
             self._report(Outcome.cancelled())
@@ -266,7 +266,7 @@ class Exchange:
 
 
 def _accepted(ledger: StreamLedger, events: Iterable[bytes]) -> tuple[bytes, Diverged | UpstreamBroke | None]:
-    """What to pass on of events that came together, and what ended them early."""
+    """Return the bytes to pass on of events that came together, and the exception that ended them early, or None."""
     passed = []
     try:
         for event in events:

@@ -4,7 +4,7 @@ Rules:
 1. A client cannot set the headers of the first five rows: what it sends under these names is dropped before a request
    is passed on. A request that carries `HOP_HEADER` is taken for a peer's forward; its tenant and tokens count only
    with their proofs.
-2. A value that cannot be read is taken for one that is not there: the peer may run another version.
+2. A value that cannot be read counts as absent: the peer may run another version.
 
 | header | on | says |
 |---|---|---|
@@ -50,7 +50,7 @@ _MAX_COUNT_CHARS: Final = 15
 
 
 def sent_on(headers: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """A client's headers as they are sent on; the body must come back as it is, so no compression is accepted."""
+    """Return a client's headers as they are sent on; they accept no compression, so that bodies can pass unchanged."""
     kept = [header for header in headers if header[0] not in _DROPPED]
     kept.append(("accept-encoding", "identity"))
     return kept

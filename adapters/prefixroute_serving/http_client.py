@@ -1,9 +1,10 @@
-"""The HTTP/1.1 client of requests that are on their way: to the engine beside, and to peers.
+"""The HTTP/1.1 client for requests to the local engine and to peers.
 
 Rules:
-1. What arrives together is handed on together, and nothing is waited for that is not needed.
-2. A reply that is closed before its end closes its connection: that is how an engine learns that nobody waits.
-3. Idle connections are kept for `KEEPALIVE_S` only. A request is never sent twice, so none may meet a closing door.
+1. Bytes that arrive together are handed on together, and the client never waits for more than the caller needs.
+2. A reply that is closed before its end closes its connection: so an engine learns that its client is gone.
+3. Idle connections are kept for `KEEPALIVE_S` seconds only: a request is never sent twice, so it must not meet a
+   connection that the server is closing.
 4. No redirects, no compression, no proxies: bytes pass as they are.
 
 Measured: a streamed answer of ten events takes 0.3 ms of CPU, with aiohttp 0.6 ms, with httpx 2.2 ms.
@@ -22,20 +23,20 @@ from urllib.parse import urlsplit
 import httptools
 
 KEEPALIVE_S: Final = 2.0
-"""Below the five seconds after which uvicorn closes an idle connection, so that none is reused while it closes."""
+"""Less than the five seconds after which uvicorn closes an idle connection, so that none is reused while it closes."""
 
 _MAX_IDLE: Final = 64
 _MAX_HEAD_BYTES: Final = 64 << 10
 _HIGH_WATER: Final = 256 << 10
-"""Bytes that wait to be taken; beyond it the sender is made to wait."""
+"""The most bytes that wait to be read; with more, the sender has to wait."""
 
 
 class HttpError(Exception):
-    """A request has no whole answer: its connection could not be made or broke, or what came is no HTTP."""
+    """A request has no whole answer: its connection could not be made or broke, or the answer is no HTTP."""
 
 
 class TimedOut(HttpError):  # noqa: N818 - an outcome
-    """Nothing came in time."""
+    """No bytes came in time."""
 
 
 class Origin(NamedTuple):
@@ -50,7 +51,7 @@ class Origin(NamedTuple):
 
 @lru_cache(1024)
 def origin_of(url: str) -> Origin:
-    """Read an origin, such as ``http://host:8000``, with or without a path. HttpError when it is none."""
+    """Read an origin, such as ``http://host:8000``, with or without a path. HttpError for any other text."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -69,7 +70,7 @@ def _tls() -> ssl.SSLContext:
 
 
 class IncomingReply:
-    """An answer as it comes: `status` and `headers`, in lower case, are there; the body is taken in pieces."""
+    """An answer as it comes: `status` and `headers` (names in lower case) are known, the body is read in pieces."""
 
     def __init__(self, connection: _Connection, read_s: float | None) -> None:
         self.status = 0
@@ -84,7 +85,7 @@ class IncomingReply:
         self._waiter: asyncio.Future[None] | None = None
 
     async def chunk(self) -> bytes:
-        """All that has come, or what comes next; nothing at the end. HttpError when it breaks."""
+        """Return all bytes that have come, or wait for the next ones; no bytes at the end. HttpError when it breaks."""
         while not self._pieces:
             if self._error is not None:
                 raise self._error
@@ -99,20 +100,20 @@ class IncomingReply:
         return data
 
     async def read(self) -> bytes:
-        """The rest of the body. HttpError when it breaks."""
+        """Return the rest of the body. HttpError when the connection breaks."""
         pieces = []
         while piece := await self.chunk():
             pieces.append(piece)
         return b"".join(pieces)
 
     def close(self) -> None:
-        """Let go of the answer; harmless at its end."""
+        """Close the answer; harmless after its end."""
         if self._connection is not None:
             self._connection.transport.abort()
             self._connection = None
 
     async def begun(self) -> None:
-        """Return when status and headers are there. HttpError when they do not come."""
+        """Wait for status and headers. HttpError when they do not come."""
         while not self._begun:
             if self._error is not None:
                 raise self._error
@@ -171,7 +172,7 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
 
     def send(self, request: bytes, read_s: float | None) -> IncomingReply:
-        """Write a request; its reply is yet to come."""
+        """Write a request; return its reply, of which nothing has come yet."""
         self._reply = reply = IncomingReply(self, read_s)
         self._sized = self._done = False
         self.transport.write(request)
@@ -183,7 +184,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         reply = self._reply
-        if reply is None:  # whatever it is, nobody asked for it
+        if reply is None:  # these bytes belong to no request
             self.transport.abort()
             return
         try:
@@ -261,7 +262,7 @@ class HttpClient:
             for connection in connections:
                 connection.transport.abort()
         self._idle.clear()
-        await asyncio.sleep(0)  # they are closed with the loop's next turn
+        await asyncio.sleep(0)  # the loop closes the connections in its next turn
 
     async def post(
         self,
@@ -273,7 +274,7 @@ class HttpClient:
         connect_s: float,
         read_s: float | None = None,
     ) -> IncomingReply:
-        """Send a request to the server at `url` and return its reply once that has begun.
+        """Send a request to the server at `url`; return its reply once status and headers have come.
 
         `read_s` is the longest wait for the next bytes, in seconds. Raises TimedOut, or HttpError.
         """
@@ -291,7 +292,7 @@ class HttpClient:
         return reply
 
     def _idle_to(self, origin: Origin) -> _Connection | None:
-        """The connection that was used last, if that was lately."""
+        """Return the idle connection that was used last, if that is not too long ago."""
         connections = self._idle.get(origin)
         since = asyncio.get_running_loop().time() - KEEPALIVE_S
         while connections and (not connections[0].open or connections[0].idle_since < since):

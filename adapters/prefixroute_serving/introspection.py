@@ -1,9 +1,9 @@
-"""What a sidecar does for `prefixroute doctor`: tells its domain, its clock, and what UDP carries to its peers.
+"""A sidecar's answers to `prefixroute doctor`: its domain, its clock, and which datagrams reach its peers over UDP.
 
 Rules:
-1. The secret never leaves the node. `check` answers a challenge with a keyed hash: nodes that answer alike share it.
-2. A probe datagram carries a tag under a secret of the domain. One without it gets no echo, and no echo is longer than
-   its probe.
+1. The secret never leaves the node. `check` answers a challenge with a keyed hash: equal answers mean equal secrets.
+2. A probe datagram carries a tag under a secret of the domain. A probe without a valid tag gets no echo, and no echo is
+   longer than its probe.
 3. Probes go from gossip socket to gossip socket, so that the path is the one that gossip takes.
 """
 
@@ -24,7 +24,7 @@ from prefixroute.errors import UsageError
 
 MAGIC: Final = b"prefixroute echo"
 MIN_BYTES: Final = 64
-"""The smallest probe datagram."""
+"""Bytes of the smallest probe datagram."""
 MAX_BYTES: Final = 9000
 MAX_COUNT: Final = 100
 MAX_CHALLENGE: Final = 64
@@ -36,7 +36,7 @@ _BURST: Final = 4  # probes in flight: loss is to be the path's, not that of a f
 
 
 class Echoed(NamedTuple):
-    """Probe datagrams of one size: how many went out, and how many came back within the patience."""
+    """Probe datagrams of `bytes` bytes: how many were sent, and how many came back within the patience."""
 
     bytes: int
     sent: int
@@ -44,7 +44,7 @@ class Echoed(NamedTuple):
 
 
 class WallClock:
-    """Notices steps of the wall clock, in seconds since this was made, by the monotonic one."""
+    """Notices steps of the wall clock since this object was made, by comparison with the monotonic clock."""
 
     def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = time.monotonic) -> None:
         self._wall, self._steady = wall, steady
@@ -52,12 +52,12 @@ class WallClock:
 
     @property
     def stepped_s(self) -> float:
-        """Seconds by which the wall clock was set, or the machine slept; around 0 on a machine in order."""
+        """Seconds by which the wall clock was set, or the machine slept; around 0 on a healthy machine."""
         return self._wall() - self._steady() - self._offset
 
 
 def describe(domain: Domain, challenge: str, clock: WallClock, keys: Sequence[bytes] = ()) -> dict[str, Any]:
-    """What a node tells of itself. UsageError for a challenge that is no hex text of reasonable length."""
+    """Return a node's description of itself. UsageError for a challenge that is no hex text of reasonable length."""
     return {
         "version": __version__,
         "python": platform.python_version(),
@@ -90,12 +90,12 @@ class Echo:
     def __init__(self, inner: Transport, keys: Sequence[bytes]) -> None:
         self._inner = inner
         self.secrets = tuple(keys)
-        """Probes go out under the first, and are echoed under the one that they came with."""
+        """Probes are sent under the first secret, and echoed under the secret with which they came."""
         self._waiting: dict[bytes, asyncio.Future[None]] = {}
 
     @property
     def screen(self) -> Screen | None:
-        """What the inner transport asks before it takes a datagram, if it asks at all."""
+        """The inner transport's test of a datagram before it is taken, None if it has none."""
         return getattr(self._inner, "screen", None)
 
     @screen.setter
@@ -126,7 +126,7 @@ class Echo:
             if not data.startswith(MAGIC):
                 return data, source
             await self._take(data, source)
-            # A full inbox makes nobody wait, and probes are not to keep the event loop.
+            # With a full inbox `receive` never waits, and probes must not hold the event loop.
             await asyncio.sleep(0)
 
     async def close(self) -> None:
@@ -155,14 +155,14 @@ class Echo:
                 # Not wait_for: before Python 3.12 it may swallow a cancellation.
                 await asyncio.wait((answer,), timeout=patience_s)
                 return answer.done()
-            except OSError:  # longer than the interface takes, or nobody there
+            except OSError:  # the datagram is too long for the interface, or the address has no listener
                 return False
             finally:
                 del self._waiting[nonce]
                 answer.cancel()
 
     def _asked_with(self, data: bytes) -> bytes | None:
-        """The secret that sealed a probe, None if none of ours did."""
+        """Return the secret that sealed a probe, None if none of this node's secrets did."""
         if not MIN_BYTES <= len(data) <= MAX_BYTES:
             return None
         start = len(MAGIC)

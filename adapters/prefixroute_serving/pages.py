@@ -1,6 +1,6 @@
-"""All paths of a sidecar but the two routed ones: pages about itself, and everything that the engine answers itself.
+"""All paths of a sidecar but the two routed ones: pages about the sidecar, and calls passed through to the engine.
 
-Rule: nothing here is on the way of a prompt, so convenience comes before speed.
+Rule: no prompt is routed here, so convenience comes before speed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .site import Site
 _PASSED_TIMEOUT_S: Final = 30.0
 
 _SAFE: Final = frozenset(("/tokenize", "/detokenize"))
-"""POSTs that compute no prompt: with tenants only these, and calls that empty the cache, are passed on."""
+"""POSTs that compute no prompt; with tenants only these and calls that empty the cache are passed to the engine."""
 
 
 def pages_of(site: Site) -> Starlette:
@@ -95,7 +95,7 @@ class _Pages:
         return _json({"status": "ok", "node": self._site.config.node})
 
     async def pass_through(self, request: Request) -> Response:
-        """Whatever is not routed is the engine's to answer; a call that empties its cache counts at once."""
+        """Pass a request to the engine and return its answer; a call that empties the cache counts at once."""
         engine = self._site.engine
         path, body = request.url.path, await request.body()
         before = engine.before_call(path)

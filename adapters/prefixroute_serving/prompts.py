@@ -1,10 +1,10 @@
-"""From a request's body to what the node routes by: token ids and namespace.
+"""From a request's body to the token ids and namespace by which the node routes it.
 
 Rules:
 1. The engine's own tokenizer decides (``POST /tokenize``). A copy of it (`OwnTokenizer`), where one is configured,
    reads plain texts as long as both agree.
-2. A prompt whose tokens cannot be known exactly (images, several prompts, an engine that does not answer) has none:
-   it is routed by load alone. That may miss a hit, and never claims a wrong one.
+2. A prompt whose tokens cannot be known exactly (images, several prompts, an engine that does not answer) is routed
+   without tokens, by load alone. That may miss a hit, but never claims a wrong one.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ log = logging.getLogger("prefixroute.sidecar")
 
 _MEMO_PROMPTS = 1024
 TOKENIZE_TIMEOUT_S = 10.0
-"""How long the engine's answer is worth waiting for."""
+"""The longest wait for the engine's tokens, in seconds."""
 
 AskEngine = Callable[[bytes], Awaitable[bytes | None]]
-"""Asks the engine's ``POST /tokenize``; None: no answer."""
+"""A function that asks the engine's ``POST /tokenize``; it returns None when there is no answer."""
 
 _NONE = msgspec.Raw()
 
 
 class RequestBody(msgspec.Struct, frozen=True):
-    """The fields that a sidecar reads of a request; long ones stay raw bytes until somebody wants them.
+    """The fields of a request that a sidecar reads; long fields stay raw bytes until they are needed.
 
-    Read it with `read_body`. The fields after `extra_key` are what a prompt is made of.
+    `read_body` makes one. A prompt is made of the fields after `extra_key`.
     """
 
     model: Any = None
@@ -63,7 +63,7 @@ _read_any = msgspec.json.Decoder().decode
 
 
 def read_body(body: bytes) -> RequestBody:
-    """Read a request's body. ValueError says what is wrong with it."""
+    """Read a request's body. Raises a ValueError that says what is wrong with the body."""
     try:
         return _read_body(body)
     except msgspec.ValidationError:
@@ -73,9 +73,9 @@ def read_body(body: bytes) -> RequestBody:
 
 
 class RoutedPrompt(NamedTuple):
-    """What a request is routed by. `tokens` are 32-bit ids; None: unknown, only load counts.
+    """The tokens and namespace by which a request is routed; without tokens (None) only load counts.
 
-    `was_text`: reading it again would take a tokenizer.
+    `tokens` are 32-bit ids. `was_text` tells that a tokenizer is needed to read the prompt.
     """
 
     tokens: array[int] | None
@@ -100,9 +100,9 @@ class PromptTokenizer:
     async def read(
         self, request: RequestBody, chat: bool, known: array[int] | None = None, salt: str = ""
     ) -> RoutedPrompt:
-        """The prompt of a request that is cached under `salt`, whose tokens may be `known`.
+        """Return the prompt of a request that is cached under `salt`; its tokens may be `known` already.
 
-        Never raises for what a client may send.
+        Nothing that a client may send makes this raise.
         """
         tokens = known if known is not None else await self._tokens(request, chat)
         return RoutedPrompt(tokens, self._namespace(request, salt), chat or _kind(request.prompt) == b'"')
@@ -157,12 +157,12 @@ class PromptTokenizer:
 
 
 def _kind(value: msgspec.Raw) -> bytes:
-    """The first byte of a JSON value, which tells its kind; nothing of none."""
+    """Return the first byte of a JSON value, which tells its kind; no byte for no value."""
     return bytes(memoryview(value)[:1])
 
 
 def _token_ids(prompt: msgspec.Raw) -> array[int] | None:
-    """A prompt that is token ids already; None for several prompts or none."""
+    """Return the token ids of a prompt that is given as token ids; None for several prompts or another kind."""
     try:
         return array("I", _read_ids(prompt)) or None
     except (msgspec.MsgspecError, OverflowError):

@@ -1,6 +1,6 @@
 """Proofs that a node of the fleet wrote something: tags keyed with the fleet's secrets, which may be two at a time.
 
-Rule: the first secret makes the tags, a tag under any of them is accepted, and an empty secret makes none.
+Rule: the first secret makes the tags, a tag under any secret is accepted, and an empty secret makes no tags.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Seals:
         self.set_secrets(secrets or (domain.secret,))
 
     def set_secrets(self, secrets: Sequence[bytes]) -> None:
-        """Seal with the first of `secrets` from now on, and take what is sealed with any."""
+        """From now on, seal with the first of `secrets`, and accept tags under any of them."""
         self._keyed = [
             blake2b(self._fingerprint, key=secret, digest_size=_TAG_BYTES, person=self._purpose)
             for secret in secrets
@@ -35,14 +35,14 @@ class Seals:
         return bool(self._keyed)
 
     def seal(self, *parts: bytes) -> str:
-        """The tag of these parts together, in hex; IndexError without a secret.
+        """Return the tag of these parts together, in hex; IndexError without a secret.
 
-        The parts are joined without marks between them: the caller must put their lengths in where that matters.
+        The parts are joined without separators: where that matters, the caller must include their lengths.
         """
         return _tag(self._keyed[0], parts)
 
     def proves(self, tag: str, *parts: bytes) -> bool:
-        """Whether `tag`, which may come from anybody, is the tag of these parts under one of the secrets."""
+        """Return whether `tag`, which may be forged, is the tag of these parts under one of the secrets."""
         return any(compare_digest(_tag(keyed, parts).encode(), tag.encode()) for keyed in self._keyed)
 
 

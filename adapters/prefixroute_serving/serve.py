@@ -1,9 +1,9 @@
 """``prefixroute serve CONFIG``: a sidecar as a process, from its configuration to the signal that ends it.
 
 Rules:
-1. SIGINT and SIGTERM end it; SIGHUP reads the secrets of the configuration anew, and everything else in that file waits
-   for a restart.
-2. A configuration or an address that cannot be used is a `UsageError`, told before anything is served.
+1. SIGINT and SIGTERM end the sidecar. SIGHUP reads the secrets of the configuration anew; all other changes of the file
+   need a restart.
+2. A configuration or an address that cannot be used raises a `UsageError` before anything is served.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("prefixroute.sidecar")
 
 
 def run(path: Path) -> int:
-    """Serve what the configuration at `path` says until told to stop. Raises `UsageError` for a bad one."""
+    """Serve by the configuration at `path` until a signal comes. Raises `UsageError` for a bad configuration."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     config = load_config(path)
@@ -61,7 +61,7 @@ async def serve(config: SidecarConfig, path: Path) -> None:
 
 
 def reread_on_sighup(site: Site, path: Path) -> None:
-    """Let a SIGHUP to this process read the secrets anew."""
+    """Make a SIGHUP to this process read the secrets anew."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reread_secrets, site, path)
 
 

@@ -4,8 +4,8 @@
 
 Rules:
 1. The node decides; the sidecar only carries: requests to engines, datagrams to peers, events and load to the node.
-2. What the sidecar cannot read it passes to its own engine untouched. Everything that depends on the engine, ranks
-   included, is in `attach`; calls that empty its cache are known from their paths.
+2. The sidecar passes a request that it cannot read to its own engine untouched. Everything that depends on the engine,
+   ranks included, is in `attach`; calls that empty the engine's cache are known by their paths.
 3. All state lives in one event loop: nothing here is shared between threads.
 
 | path | answer |
@@ -163,11 +163,11 @@ class Sidecar:
         prompt = await self._prompts.read(request, chat, carried.tokens, caller.salt)
         decision = self._decide(prompt, caller, forwarded, read_budget(told.get(BUDGET_HEADER)))
         if decision.declined:
-            # Of the rank that would be quickest: whichever one was asked is no better.
+            # The reply carries the load of the quickest rank, since no other rank would have been better.
             load = self.node.load(decision.target, site.now())
             await send_reply(send, declined_reply(load, decision.matched_tokens))
             return
-        carry = prompt.tokens if prompt.was_text else None  # ids are read as quickly as they are proved
+        carry = prompt.tokens if prompt.was_text else None  # reading ids takes no longer than their proof
         outgoing = OutgoingRequest(
             path_of(scope),
             caller.body,
@@ -182,7 +182,7 @@ class Sidecar:
 
     def _decide(self, prompt: RoutedPrompt, caller: Caller, forwarded: bool, budget_s: float) -> Decision:
         site = self.site
-        # Unrouted means that nothing leaves, whatever happens: push-back and failures would else send work away.
+        # With the policy "none" no request leaves this node; push-back and failures would otherwise send work away.
         stays = forwarded or caller.stays or self.config.policy == "none"
         if forwarded and site.turns is not None:
             budget_s += site.turns.slack_s(caller.tenant)
@@ -198,7 +198,7 @@ class Sidecar:
         if caller.stays and not forwarded:
             site.count("untrusted salts")
             decision = decision._replace(reason=UNTRUSTED_SALT)
-        self.driver.wake()  # what is served here is news for the others
+        self.driver.wake()  # a request served here is news for the peers
         if not forwarded:
             site.log.add(decision, (time.perf_counter_ns() - began) / 1e3)
         return decision
@@ -218,7 +218,7 @@ class Sidecar:
 
 
 def _complain(task: asyncio.Task[None]) -> None:
-    """A background task has no other way to tell that it failed."""
+    """Log the failure of a background task, which nobody awaits."""
     if not task.cancelled() and task.exception() is not None:
         log.error("%s", task.exception())
 

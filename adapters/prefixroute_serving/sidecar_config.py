@@ -1,10 +1,10 @@
 """A sidecar's configuration: one JSON file a node.
 
 Rules:
-1. A field that is not known is an error, so that a misspelt one does not silently do nothing.
-2. Everything that must be equal on all nodes stands under ``domain``; nodes that differ in it refuse each other.
-3. What cannot be kept is refused when the configuration is read, not when a request comes.
-4. What is said of the engine is `EngineConfig`, in `attach`, which needs no sidecar.
+1. An unknown field is an error, so that a misspelt field is not silently ignored.
+2. Everything that must be equal on all nodes stands under ``domain``; nodes whose domains differ refuse each other.
+3. A promise that cannot be kept is refused when the configuration is read, not when a request comes.
+4. The engine's settings are `EngineConfig`, in `attach`, which needs no sidecar.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .attach.engine_config import EngineConfig
 
 DEFAULT_POLICY = "default"
 POLICIES = (DEFAULT_POLICY, *POLICY_TYPES)
-"""Words for `SidecarConfig.policy`."""
+"""The values of `SidecarConfig.policy`."""
 
 GOOD_SECRET_BYTES = 16
-"""A shorter secret can be guessed by anybody who hears one datagram."""
+"""The least length of a secret: whoever hears one datagram could guess a shorter secret."""
 
 IGNORE, NARROW, TRUST = "ignore", "narrow", "trust"
-"""Words for `TenantsConfig.body_salt`."""
+"""The values of `TenantsConfig.body_salt`."""
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,7 +43,7 @@ class HostPort(_Strict, frozen=True, kw_only=True):
 
     @property
     def pair(self) -> tuple[str, int]:
-        """As sockets want it."""
+        """Return host and port as a socket address."""
         return (self.host, self.port)
 
 
@@ -55,9 +55,10 @@ class PeerConfig(_Strict, frozen=True, kw_only=True):
 
 
 class DomainConfig(_Strict, frozen=True, kw_only=True):
-    """What must be equal on all nodes. `secret` keys prefix hashes, and authenticates unless `secrets` are given.
+    """The settings that must be equal on all nodes; `block_size` is in tokens.
 
-    `model` is the engine's name for it; `revision` tells apart weights that engines serve under one name.
+    `secret` keys prefix hashes, and authenticates unless `secrets` are given. `model` is the engine's name of its
+    model; `revision` tells apart weights that engines serve under one name.
     """
 
     model: str
@@ -70,8 +71,8 @@ class DomainConfig(_Strict, frozen=True, kw_only=True):
 class TimeoutConfig(_Strict, frozen=True, kw_only=True):
     """How long to wait for another node, in seconds.
 
-    For a connection; for the next bytes of a stream, the first ones included; for an answer that is not streamed.
-    The local engine is never given up for slowness.
+    `connect_s` is for a connection, `stream_s` for the next (or first) bytes of a stream, `whole_s` for an answer that
+    is not streamed. The local engine is never given up for slowness.
     """
 
     connect_s: float = 1.0
@@ -80,9 +81,10 @@ class TimeoutConfig(_Strict, frozen=True, kw_only=True):
 
 
 class PushBackConfig(_Strict, frozen=True, kw_only=True):
-    """When this node asks others to spare it: seconds of queued prefill at which that begins, and ends.
+    """Seconds of queued prefill at which this node begins to push back, and at which it ends.
 
-    About the wait that is too long here. On slow engines the default is only a few prompts.
+    `enter_s` should be about the wait that is too long for a request here. On slow engines the default is only a few
+    prompts.
     """
 
     enter_s: float = 4.0
@@ -92,14 +94,14 @@ class PushBackConfig(_Strict, frozen=True, kw_only=True):
         self.settings()
 
     def settings(self) -> PushBackSettings:
-        """As the node wants it; UsageError, a ValueError, for an order that makes no sense."""
+        """Return the node's settings; UsageError, a ValueError, unless `leave_s` is below `enter_s`."""
         return PushBackSettings(self.enter_s, self.leave_s)
 
 
 class ZoneRuleConfig(_Strict, frozen=True, kw_only=True, rename={"source": "from"}):
-    """What this node forwards from one zone to another: ``always``, ``never``, or ``above`` a saving; "*" is any zone.
+    """A rule for forwards between two zones: ``always``, ``never``, or ``above`` a saving in ms; "*" is any zone.
 
-    Those from other zones than this node's say nothing here, so that all nodes can have the same list.
+    Rules from other zones than this node's have no effect here, so that all nodes can have the same list.
     """
 
     source: str
@@ -111,18 +113,18 @@ class ZoneRuleConfig(_Strict, frozen=True, kw_only=True, rename={"source": "from
         self.rule()
 
     def rule(self) -> ZoneRule:
-        """As the node wants it; UsageError, a ValueError, for a word or a saving that makes no sense."""
+        """Return the node's rule; UsageError, a ValueError, for an unknown word or an impossible saving."""
         return ZoneRule(self.forward, self.saving_ms / 1000)
 
 
 class TenantsConfig(_Strict, frozen=True, kw_only=True):
     """Who may share a cache, and how tenants take turns: docs/tenants.md.
 
-    `header` is where the trusted caller names the tenant; with `required` a request without it is refused. `groups` are
-    lists of tenants that share. `body_salt` says what a client's own `cache_salt` counts for. With ``trust`` and no
-    header nobody is told apart but by that salt. Without `fair` all tenants stand in one line; a window of `window_s`
-    at the engine's speed, and of `window_tokens` at least, is given to the engine ahead, `weights` are shares, and
-    `max_held` bounds the requests that wait before each rank.
+    `header` is the header in which the trusted caller names the tenant; with `required` a request without it is
+    refused. `groups` are lists of tenants that share. `body_salt` decides how a client's own `cache_salt` is used. With
+    ``trust`` and no header only that salt tells tenants apart. Without `fair` all tenants stand in one line. With it,
+    the engine gets a window of work ahead: `window_s` seconds at its speed, and `window_tokens` at least. `weights` are
+    shares, and `max_held` bounds the requests that wait before each rank.
     """
 
     header: str = ""
@@ -151,13 +153,13 @@ class TenantsConfig(_Strict, frozen=True, kw_only=True):
 class SidecarConfig(_Strict, frozen=True, kw_only=True):
     """One node: its name, where it listens, its peers and its engine.
 
-    `url` is where the other sidecars reach this one; by default ``http://HOST:PORT`` of `http`. With `learn_peers` one
-    peer is enough: the node learns the others from it, and they learn this one, by the address in `gossip`. `zone` is
+    Other sidecars reach this one at `url`, by default ``http://HOST:PORT`` of `http`. With `learn_peers` one peer is
+    enough: the node learns the other nodes from it, and they learn this node, by the address in `gossip`. `zone` is
     this node's zone, `zones` are the rules between zones (docs/zones.md).
 
-    `secrets` authenticate what nodes say to each other: the first signs, each is good; by default the domain's. SIGHUP
-    makes a running sidecar read them anew, see docs/security.md. `forward_hosts` are the hosts that prompts may be sent
-    to, whatever peers say of their address; by default any, over http or https.
+    `secrets` authenticate the messages between nodes: the first one signs, signatures under any of them are accepted;
+    the default is the domain's secret. SIGHUP makes a running sidecar read them anew, see docs/security.md. Prompts may
+    be sent only to `forward_hosts`, whatever address a peer advertises; the default is any host, over http or https.
     """
 
     node: str
@@ -194,22 +196,22 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
 
     @property
     def tells_tenants(self) -> bool:
-        """Whether requests are told apart by a tenant that their caller names."""
+        """Whether callers name a tenant, by which requests are told apart."""
         return self.tenants is not None and bool(self.tenants.header)
 
     @property
     def secret_bytes(self) -> tuple[bytes, ...]:
-        """What authenticates: the first signs."""
+        """The secrets that authenticate, as bytes; the first one signs."""
         return tuple(secret.encode() for secret in self.secrets or (self.domain.secret,))
 
     @property
     def public_url(self) -> str:
-        """Where peers send what they forward."""
+        """The URL to which peers send their forwards."""
         return self.url or f"http://{self.http.host}:{self.http.port}"
 
     @property
     def node_settings(self) -> NodeSettings:
-        """How the node gossips and pushes back."""
+        """The node's settings: gossip and push-back."""
         contact = f"{self.gossip.host}:{self.gossip.port}"
         return NodeSettings(
             push_back=self.push_back.settings(),
@@ -221,7 +223,7 @@ class SidecarConfig(_Strict, frozen=True, kw_only=True):
 
     @property
     def zone_rules(self) -> Zones:
-        """What may be forwarded between zones."""
+        """The node's rules for forwards between zones."""
         return Zones({(rule.source, rule.to): rule.rule() for rule in self.zones})
 
     @property
@@ -243,7 +245,7 @@ def check_tenants(domain: Domain, tenants: TenantsConfig | None) -> None:
 
 
 def make_policy(name: str) -> Policy | None:
-    """The policy of a word of POLICIES; None for the node's own default."""
+    """Return the policy with a name of POLICIES; None for the node's own default."""
     return None if name == DEFAULT_POLICY else POLICY_TYPES[name]()
 
 

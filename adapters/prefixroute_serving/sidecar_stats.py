@@ -1,6 +1,6 @@
-"""What a sidecar tells at ``/prefixroute/stats``: requests, decisions, gossip, the engine's streams, the node's state.
+"""The answer of ``/prefixroute/stats``: requests, decisions, gossip, the engine's streams, the node's state.
 
-Rule: everything is JSON-able, and a quantile is the nearest rank: always a value that was measured.
+Rule: everything can be written as JSON, and a quantile is the nearest rank, so it is always a measured value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .site import Site
 
 
 def site_stats(site: Site, samples: bool = False) -> dict[str, Any]:
-    """Everything countable, JSON-able; with `samples` every decision time instead of two quantiles only."""
+    """Return all statistics as JSON values; with `samples` every decision time instead of two quantiles only."""
     now = site.now()
     state = site.node.stats(now)
     seconds = max(now - site.began, 1e-9)
@@ -43,12 +43,12 @@ def site_stats(site: Site, samples: bool = False) -> dict[str, Any]:
 
 
 def fairness(site: Site) -> dict[str, Any]:
-    """What waits for its turn, by endpoint, JSON-able; nothing where tenants take no turns."""
+    """Return the waiting requests by endpoint as JSON values; empty where tenants take no turns."""
     return site.turns.stats() if site.turns is not None else {}
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Nearest-rank quantile of `values` (sorted or not), 0 when there are none."""
+    """Return the nearest-rank quantile of `values` (sorted or not), 0 when there are none."""
     if not values:
         return 0.0
     rank = max(1, math.ceil(q * len(values)))

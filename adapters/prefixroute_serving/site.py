@@ -31,13 +31,13 @@ _KEPT_TIMES: Final = 100_000
 
 @dataclass(slots=True)
 class DecisionLog:
-    """The last decisions for requests of clients, oldest first, and what they took, in microseconds."""
+    """The last decisions for requests of clients, oldest first, and their durations in microseconds."""
 
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=_KEPT_DECISIONS))
     took_us: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
 
     def add(self, decision: Decision, took_us: float) -> None:
-        """Keep a decision; the oldest goes."""
+        """Keep a decision, and drop the oldest beyond the bound."""
         self.decisions.append(decision)
         self.took_us.append(took_us)
 
@@ -50,9 +50,9 @@ class DecisionLog:
 class Site:
     """One running sidecar, as its exchanges and pages see it.
 
-    `now` is the node's clock, in seconds, and `began` when the sidecar started. `client` carries prompts, `http` all
-    other calls to the engine. `turns` is None where tenants take no turns. `hosts` are those that prompts may be sent
-    to, all if there are none. `readers` are the peers that read the tokens that a forward carries.
+    `now` returns the node's time, in seconds; `began` is the time at which the sidecar started. `client` carries
+    prompts, `http` all other calls to the engine. `turns` is None where tenants take no turns. Prompts may be sent to
+    `hosts` only, or anywhere if it is empty. `readers` are the peers that read the tokens carried by a forward.
     """
 
     config: SidecarConfig
@@ -85,16 +85,16 @@ class Site:
 
     @property
     def secrets(self) -> tuple[bytes, ...]:
-        """What authenticates: the first signs, each is good."""
+        """The secrets that authenticate: the first one signs, a signature under any of them is accepted."""
         return self.echo.secrets
 
     def set_secrets(self, secrets: Sequence[bytes]) -> None:
-        """Authenticate with these from now on, everywhere. UsageError as `Node.set_secrets`, and nothing is changed."""
+        """Use these secrets from now on, everywhere. Raises UsageError as `Node.set_secrets`; then nothing changes."""
         self.node.set_secrets(secrets)
         self.echo.secrets = tuple(secrets)
         for seals in (self.carrier.seals, self.callers.seals):
             seals.set_secrets(secrets)
 
     def count(self, what: str) -> None:
-        """One more of `what`, for the statistics."""
+        """Add one to the counter `what` of the statistics."""
         self.counts[what] = self.counts.get(what, 0) + 1

@@ -1,6 +1,6 @@
-"""The sockets of a sidecar: HTTP listener and gossip transport, and what is said when an address is taken.
+"""The sockets of a sidecar: HTTP listener and gossip transport, and the error when an address is taken.
 
-Rule: an address that cannot be used is a `UsageError` whose one line names it.
+Rule: an address that cannot be used raises a `UsageError`, one line that names the address.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CountingTransport:
 
     @property
     def screen(self) -> Screen | None:
-        """What the inner transport asks before it takes a datagram, if it asks at all."""
+        """The inner transport's test of a datagram before it is taken, None if it has none."""
         return getattr(self._inner, "screen", None)
 
     @screen.setter
@@ -58,7 +58,7 @@ class CountingTransport:
 
 
 async def open_gossip(address: HostPort) -> CountingTransport:
-    """A counting UDP transport bound to `address`; UsageError when that cannot be."""
+    """Return a counting UDP transport bound to `address`; UsageError when the address cannot be used."""
     try:
         return CountingTransport(await UdpTransport.open(*address.pair))
     except OSError as error:
@@ -66,7 +66,7 @@ async def open_gossip(address: HostPort) -> CountingTransport:
 
 
 def open_listener(address: HostPort) -> socket.socket:
-    """A TCP socket bound to `address`; UsageError when that cannot be."""
+    """Return a TCP socket bound to `address`; UsageError when the address cannot be used."""
     # The protocol is named because asyncio turns off Nagle's delay only for such sockets.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

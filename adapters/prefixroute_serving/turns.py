@@ -1,14 +1,14 @@
 """The fairness guard before the local engine: each attempt at it waits for its tenant's turn (`prefixroute.FairQueue`).
 
 Rules:
-1. Each rank has one queue, for local requests and peers' forwards alike. The node booked what waits here when it
-   decided, so peers see it as load.
+1. Each rank has one queue, for local requests and peers' forwards alike. The node booked the requests that wait here
+   when it decided on them, so peers see them as load.
 2. The window follows the engine's speed as the node knows it.
-3. The node's wait counts all that is booked. A forward whose tenant would overtake some of it gets that much more
-   budget (`Turns.slack_s`), and is not declined for work that it need not wait for.
-4. A prompt's place in the window is free with its first token. An answer that is not streamed shows no first token: it
-   is assumed at the time when the work ahead of it and its own would be done.
-5. A full queue answers the tenant that filled it with 429. That says nothing of the engine, and no peer avoids it.
+3. The node's wait counts all booked work. A forward whose tenant would overtake some of that work gets as much more
+   budget (`Turns.slack_s`), so that it is not declined for work that it need not wait for.
+4. A prompt's place in the window becomes free with its first token. An answer that is not streamed shows no first
+   token, so the queue assumes it at the time when the work ahead and the prompt's own work should be done.
+5. The tenant that filled the queue gets a 429. A 429 says nothing of the engine, so no peer avoids the engine for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from prefixroute import Decision, Entry, FairQueue, FairSettings, Outcome, Outco
 from .sidecar_config import TenantsConfig
 
 _BYTES_A_TOKEN = 4
-"""A guess, for prompts whose tokens are not known."""
+"""Assumed bytes of a token, for prompts whose tokens are not known."""
 
 _NOTHING_COMPUTED = (OutcomeKind.FAILED, OutcomeKind.REFUSED)
 
@@ -44,7 +44,7 @@ class Turn:
         self._entry = Entry.FULL
 
     def enter(self, tenant: str, decision: Decision, endpoint: str, body_bytes: int) -> None:
-        """Ask for the place; the work is what the decision expected it to be."""
+        """Ask for a place; the amount of work is taken from the decision."""
         self._prompt_tokens = decision.prompt_tokens or body_bytes // _BYTES_A_TOKEN
         matched = 0
         # A request that a peer handed back may come to an endpoint that was no candidate.
@@ -60,15 +60,15 @@ class Turn:
 
     @property
     def full(self) -> bool:
-        """There was no place."""
+        """Whether the queue had no place for this attempt."""
         return self._entry is Entry.FULL
 
     async def come(self) -> None:
-        """Wait until the engine is to have it."""
+        """Wait until the queue releases this attempt to the engine."""
         await self._go
 
     def go(self) -> None:
-        """Its turn has come."""
+        """Release this attempt to the engine: its turn has come."""
         if not self._go.done():
             self._go.set_result(None)
         if not self._streamed:
@@ -76,14 +76,14 @@ class Turn:
             asyncio.get_running_loop().call_later(through_s, self.first_token)
 
     def first_token(self) -> None:
-        """The engine is through with its prefill."""
+        """Note that the engine has finished this attempt's prefill."""
         self._began = True
         self._turns.release(self._queue.first_token(self, self._turns.now()))
 
     def over(self, outcome: Outcome) -> None:
-        """The attempt has ended. What was computed is charged, as far as that is known.
+        """Note that the attempt has ended; the computed tokens are charged, as far as they are known.
 
-        A client that leaves while the engine computes is charged too: else cancelling would be a way to pay nothing.
+        A client that leaves while the engine computes is charged too; otherwise a tenant could cancel to pay nothing.
         """
         computed = 0 if outcome.kind in _NOTHING_COMPUTED and not self._began else None
         if outcome.cached_tokens is not None:
@@ -92,7 +92,7 @@ class Turn:
 
 
 class Turns:
-    """The queues of a sidecar, by endpoint; they are made when they are first needed."""
+    """The queues of a sidecar, by endpoint; each is made when it is first needed."""
 
     def __init__(self, config: TenantsConfig, now: Callable[[], float]) -> None:
         self._config = config
@@ -101,7 +101,7 @@ class Turns:
         self._token_s: dict[str, float] = {}
 
     def turn(self, endpoint: str, streamed: bool) -> Turn:
-        """A place to enter, before a local endpoint's engine."""
+        """Return a new turn, not yet entered, in the queue of a local endpoint."""
         queue = self.queues.get(endpoint)
         if queue is None:
             settings = FairSettings(self._config.window_tokens, 1, self._config.weights, self._config.max_held)
@@ -122,13 +122,13 @@ class Turns:
             self.release(queue.resize(wanted, self.now()))
 
     def release(self, turns: Sequence[Hashable]) -> None:
-        """Let those go whose turn has come."""
+        """Release these turns to the engine."""
         for turn in turns:
             assert isinstance(turn, Turn)
             turn.go()
 
     def stats(self) -> dict[str, Any]:
-        """What waits where, JSON-able."""
+        """Return the waiting requests by endpoint, as JSON values."""
         return {
             endpoint: {
                 "held": queue.held,

@@ -1,8 +1,8 @@
-"""An upstream (the local engine, or a peer's sidecar): what is sent to it, and its answer up to the first whole event.
+"""An upstream (the local engine, or a peer's sidecar): the request to it, and its answer up to the first whole event.
 
 Rules:
-1. A stream is known by its first event: an engine that streams may answer 200 and refuse in the first event, as
-   SGLang does when its queue is full. Such an event counts as the status that it names.
+1. The first event decides what a stream's answer means: an engine that streams may answer 200 and refuse in the first
+   event, as SGLang does when its queue is full. Such an event counts as the status that it names.
 2. Nothing here is sent to a client.
 """
 
@@ -41,7 +41,7 @@ EVENT_STREAM: Final = "text/event-stream"
 
 
 class AttemptFailed(Exception):  # noqa: N818 - the outcome of one attempt, not an error of the program
-    """One engine did not answer; `reply` is what to tell the client if no other one does either."""
+    """One engine did not answer; the client gets `reply` if no other engine answers either."""
 
     def __init__(self, outcome: Outcome, what: str, reply: Reply) -> None:
         super().__init__(what)
@@ -52,9 +52,9 @@ class AttemptFailed(Exception):  # noqa: N818 - the outcome of one attempt, not 
 class OutgoingRequest(NamedTuple):
     """A client's request as it is sent on.
 
-    `forwarded`: it came from a peer. `tokens` are carried along to a peer, so that it need not read the prompt again;
-    None: not known, or read as quickly as they are carried. `tenant` and `salt` are its caller's, "" for none: peers
-    are told them, since the body is salted already.
+    `forwarded`: it came from a peer. `tokens` are carried along to a peer, so that the peer need not tokenize the
+    prompt again; they are None if they are unknown, or as quick to read as to carry. `tenant` and `salt` are its
+    caller's, "" for none; peers get them, since the body is salted already.
     """
 
     path: str
@@ -68,10 +68,10 @@ class OutgoingRequest(NamedTuple):
 
 
 class BegunAnswer(NamedTuple):
-    """An upstream that has begun to answer: a whole body, or a stream's first events and what cuts the others.
+    """The begun answer of an upstream: a whole body, or a stream's first events and the cutter of the later ones.
 
-    `status` is what the answer means, `served_by` the endpoint that gave it: a peer may have taken another of its
-    ranks than the one that was asked.
+    `status` is the HTTP status that the answer means. `served_by` is the endpoint that gave it: a peer may have chosen
+    another of its ranks than the one that was asked.
     """
 
     target: str
@@ -96,7 +96,7 @@ async def ask_engine(site: Site, request: OutgoingRequest, endpoint: str) -> Inc
 
 
 async def ask_peer(site: Site, request: OutgoingRequest, endpoint: str, budget_s: float) -> IncomingReply:
-    """Forward a request to the sidecar of a peer's endpoint; it hands back what would take longer than `budget_s`.
+    """Forward a request to the sidecar of a peer's endpoint, which declines if it would take longer than `budget_s`.
 
     Raises HttpError, or ValueError for an address that prompts may not be sent to.
     """
@@ -114,13 +114,13 @@ async def ask_peer(site: Site, request: OutgoingRequest, endpoint: str, budget_s
     patience_s = timeouts.stream_s if request.streamed else timeouts.whole_s
     url = allowed(site.node.endpoint_url(endpoint), site.hosts)
     reply = await site.client.post(url, request.path, headers, body, connect_s=timeouts.connect_s, read_s=patience_s)
-    # A peer that says nothing of it may be of an older version, to which such a body is no JSON.
+    # A peer without this header may be of an older version, which cannot read a body with tokens behind the JSON.
     (site.readers.add if TOKENS_HEADER in reply.headers else site.readers.discard)(peer)
     return reply
 
 
 def allowed(url: str, hosts: frozenset[str]) -> str:
-    """The address of a peer's endpoint, if prompts may go there. It came by gossip: ValueError for another one."""
+    """Return a peer's address, which came by gossip, if prompts may be sent there; ValueError if not."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or (hosts and parts.hostname not in hosts):
         raise ValueError(f"prompts are not sent to {url[:100]!r}")
@@ -131,7 +131,7 @@ def allowed(url: str, hosts: frozenset[str]) -> str:
 
 
 async def begin(target: str, upstream: IncomingReply) -> BegunAnswer:
-    """Read an answer up to its first whole event, or whole when it is no stream.
+    """Read an answer up to its first whole event, or to its end when it is no stream.
 
     Raises AttemptFailed when it is a stream without an event, ValueError when its first event has no end.
     """
@@ -156,7 +156,7 @@ async def begin(target: str, upstream: IncomingReply) -> BegunAnswer:
 
 
 def check_answered(answer: BegunAnswer) -> BegunAnswer:
-    """The answer, if it is one; AttemptFailed when the upstream declines, refuses or fails."""
+    """Return the answer of an upstream that served; AttemptFailed when it declines, refuses or fails."""
     headers, status = answer.upstream.headers, answer.status
     if status == 503 and DECLINED_HEADER in headers:
         outcome = Outcome.declined(read_load(headers), read_held_tokens(headers))
@@ -168,7 +168,7 @@ def check_answered(answer: BegunAnswer) -> BegunAnswer:
 
 
 def declined_reply(load: LoadReport, matched_tokens: int) -> Reply:
-    """What a peer is told whose prompt would take longer here than its budget."""
+    """Return the reply to a peer whose prompt would take longer here than its budget."""
     reply = error_reply(503, "it would take longer here than the budget")
     told = (
         (DECLINED_HEADER, str(matched_tokens)),
@@ -179,17 +179,17 @@ def declined_reply(load: LoadReport, matched_tokens: int) -> Reply:
 
 
 def outcome_of(status: int, what: str) -> Outcome:
-    """How an attempt ended that got an error of the server's."""
+    """Return the outcome of an attempt that got a server error."""
     return Outcome.refused(what) if status == 503 else Outcome.failed(what)
 
 
 def failed(outcome: Outcome, what: str, status: int) -> AttemptFailed:
-    """An attempt that ended without an answer, and what the client would be told."""
+    """Return the failure of an attempt without an answer, with the reply that the client would get."""
     return AttemptFailed(outcome, what, error_reply(status, what))
 
 
 def cached_in_body(answer: BegunAnswer) -> int | None:
-    """The reused prompt tokens that an unstreamed answer tells."""
+    """Return the reused prompt tokens that an unstreamed answer reports, None if it reports none."""
     if answer.status != 200:
         return None
     try:

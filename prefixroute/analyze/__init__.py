@@ -1,7 +1,7 @@
 """What a request log says about prefix caching and routing: `prefixroute analyze LOG...`.
 
-`Collector` reads a log in one pass and bounded memory, `build` makes the `Report` of it, simulations included; text,
-JSON and HTML are made of that.
+`Collector` reads a log in one pass and bounded memory. `build` makes the `Report` from it, simulations included. Text,
+JSON and HTML are made from the report.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Line charts as SVG, to be put into a page: no script, no font, nothing from elsewhere.
+"""Line charts as SVG, to be put into a page: no script, no font, no external resource.
 
 Rules:
 1. Sizes are those of the view box; the page scales it. Text stays readable at the width of a phone.
 2. The horizontal axis is logarithmic where its range is wide; values of 0 are left out there.
-3. Lines differ in dashes as well as in colour. Colours are the page's, by class.
+3. Lines differ in dashes as well as in colour. The page defines the colours, by class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LEFT, RIGHT, TOP, BOTTOM = 66, 20, 20, 58
 
 
 class Series(NamedTuple):
-    """A line: its name, its points, and by how much each may be off (empty: not at all)."""
+    """A line: its name, its points, and the error of each point (empty: no errors)."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -46,7 +46,7 @@ def percent(value: float) -> str:
 
 
 def line_chart(title: str, across: Axis, up: Axis, series: Sequence[Series], level: float | None = None) -> str:
-    """Return a chart as an SVG element, empty for no point. `level` is a height to mark, and to begin at if it is 0."""
+    """Return a chart as an SVG element, empty without points. A `level` is marked by a line, and is on the axis."""
     shown = [(one, [point for point in one.points if point[0] > 0]) for one in series]
     xs = [x for _, points in shown for x, _ in points]
     ys = [y for _, points in shown for _, y in points] + ([] if level is None else [level])
@@ -107,7 +107,7 @@ def _band(
 
 
 def _steps(low: float, high: float) -> list[float]:
-    """Round values from at most `low` to at least `high`, four to eight of them."""
+    """Return four to eight round values, from at most `low` to at least `high`."""
     if high - low < 1e-9:
         high = low + (abs(low) or 1.0)
     span = high - low
@@ -124,7 +124,7 @@ def _steps(low: float, high: float) -> list[float]:
 
 
 def _ticks(xs: Sequence[float]) -> list[float]:
-    """Up to six values of a logarithmic axis: the points themselves if they are few, else powers of ten."""
+    """Return up to six values of a logarithmic axis: the points themselves if they are few, else powers of ten."""
     several = sorted(set(xs))
     if len(several) <= 6:
         return several

@@ -1,10 +1,10 @@
-"""One pass over a log: what the collector keeps of it, by model and tenant.
+"""One pass over a log: the counts and requests that the collector keeps, by model and tenant.
 
 Rules:
 1. Memory is bounded by the constants below, however long the log is.
 2. Models share nothing. Tenants of a model are counted twice: in one cache for all, and as if they shared nothing.
-3. Everything is exact until the blocks of all stacks together are more than `exact_blocks`; from then on, sampled.
-4. A line that is no request is counted, and the first ones are kept to be shown; it never ends the pass.
+3. Counts are exact until all stacks together have more than `exact_blocks` blocks; from then on blocks are sampled.
+4. A line that is no request never ends the pass: it is counted, and the report shows the first such lines.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ EXACT_BLOCKS = 1_000_000
 """Blocks of all exact stacks together: some 140 MB."""
 
 MODELS, TENANTS = 32, 500
-"""Models of a log, and tenants of a model, that are told apart; what comes later is one more, OTHERS."""
+"""The most models of a log, and tenants of a model, that are told apart; later ones are counted together as OTHERS."""
 
 KEPT_BLOCKS = 2_000_000
-"""Blocks of the requests that are kept for the simulator, of all models together: 16 MB."""
+"""The most blocks in the requests that are kept for the simulator, of all models together: 16 MB."""
 
 SHOWN_LINES, REASONS = 10, 50
 OTHERS = "(others)"
@@ -42,7 +42,10 @@ UNNAMED = "(none)"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much is kept. `method` is auto, exact (however much memory it takes) or sampled."""
+    """Bounds of the collection; `method` is auto, exact (however much memory it takes) or sampled.
+
+    `texts` keeps texts of prefixes for the report; `tenant_field` names the field of a tenant in a line.
+    """
 
     method: str = "auto"
     exact_blocks: int = EXACT_BLOCKS
@@ -75,11 +78,11 @@ class Scope:
 
     @property
     def exact(self) -> bool:
-        """Whether it still is."""
+        """Whether the counts are still exact."""
         return isinstance(self._curve, ExactCurve)
 
     def sample(self) -> None:
-        """Go on with a sample."""
+        """From now on, count a sample of the blocks only."""
         if isinstance(self._curve, ExactCurve):
             self._curve = Sampled.following(self._curve, self._limit)
 
@@ -95,13 +98,13 @@ class Scope:
         return len(self._curve.stack) if isinstance(self._curve, ExactCurve) else 0
 
     def curve(self, tenant: str | None = None) -> HitCurve:
-        """Return the curve, of all or of one tenant's requests."""
+        """Return the hit curve of all requests, or of one tenant's."""
         return self._curve.curve(tenant)
 
 
 @dataclass(slots=True)
 class Tenant:
-    """What a tenant asked: requests, their tokens, and their whole blocks."""
+    """Totals of a tenant's requests: their number, their prompt tokens, and their whole blocks."""
 
     requests: int = 0
     tokens: int = 0
@@ -109,7 +112,7 @@ class Tenant:
 
 
 class ModelLog:
-    """What is known of one model's requests: `shared` as in one cache for all, `apart` as if tenants shared nothing."""
+    """The counts of one model's requests: `shared` as in one cache for all, `apart` as if tenants shared nothing."""
 
     def __init__(self, block_tokens: int, limits: Limits) -> None:
         self.block_tokens = block_tokens
@@ -123,21 +126,21 @@ class ModelLog:
 
     @property
     def totals(self) -> Tenant:
-        """All tenants together."""
+        """The totals of all tenants together."""
         every = self.tenants.values()
         return Tenant(sum(t.requests for t in every), sum(t.tokens for t in every), sum(t.blocks for t in every))
 
     def release(self) -> None:
-        """Let go of all but what the simulator needs."""
+        """Free the memory of all data but the requests for the simulator."""
         self.shared = self.apart = Scope(Limits())
         self.prefixes = TopPrefixes()
 
 
 @dataclass(slots=True)
 class Log:
-    """A log that was read. `bad` are lines by reason; `shown` the first of them with file and number.
+    """A log that was read; `bad` counts bad lines by reason, `shown` are the first of them as (file, number, reason).
 
-    `kinds` are of prompts: text, tokens, trace.
+    `kinds` are the kinds of prompts that it has: text, tokens, trace.
     """
 
     models: dict[str, ModelLog] = field(default_factory=dict)
@@ -165,7 +168,7 @@ class Collector:
         return self.log
 
     def add(self, line: SourceLine) -> None:
-        """Read one line; an empty one is none."""
+        """Read one line; empty lines are skipped."""
         if line.data is not None and line.data.isspace():
             return
         log = self.log
@@ -211,7 +214,7 @@ class Collector:
         own = salted(keys, self._salt(record.tenant))
         model.apart.access(own, own.tolist(), tenant)
         text = self._reader.text(content) if self._limits.texts and matched else ""
-        # Tokens have no places in a text: the shared part is told by its share of them.
+        # The place of a token in the text is unknown: the shared text is estimated by its share of the tokens.
         text = text[: len(text) * matched * prompt.block_tokens // max(prompt.tokens, 1)]
         model.prefixes.add(listed, matched, prompt.block_tokens, f"{Path(line.source).name}:{line.number}", text)
         self._times(model, record.at)
@@ -225,7 +228,7 @@ class Collector:
         models = self.log.models
         found = models.get(name)
         if found is not None and found.block_tokens != block_tokens:
-            # The same model's trace of ids and texts have nothing to compare.
+            # Keys of a trace's ids and keys of texts cannot be compared, even for the same model.
             name = f"{name} ({block_tokens}-token blocks)"
             found = models.get(name)
         if found is None:
@@ -250,7 +253,7 @@ class Collector:
         model.last_at = at if model.last_at is None else max(at, model.last_at)
 
     def _stay_within(self) -> None:
-        """Give the exact stacks up, the largest model's first, until the others fit."""
+        """Replace exact stacks by samples, the largest model's first, until the remaining ones fit."""
         models = list(self.log.models.values())
         while sum(m.shared.blocks + m.apart.blocks for m in models) > self._limits.exact_blocks:
             largest = max(models, key=lambda m: m.shared.blocks + m.apart.blocks)

@@ -21,7 +21,7 @@ from .sample import SAMPLE_BLOCKS
 from .text import table
 
 REQUESTS = 1500
-"""Requests that are simulated unless told otherwise: a minute or so on two cores."""
+"""Requests that are simulated by default: about a minute on two cores."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def run_options(options: argparse.Namespace) -> int:
-    """Run the command; return 1 when there is no request in the log. Raises `UsageError` for what cannot be used."""
+    """Run the command; return 1 for a log without requests. Raises `UsageError` for files or options it cannot use."""
     reader = PromptReader(options.block_tokens, options.tokenizer, options.chat_template)
     limits = Limits(
         options.method,
@@ -118,7 +118,7 @@ def _show(report: Report, options: argparse.Namespace) -> None:
 
 
 def unit(reader: PromptReader, kinds: Collection[str]) -> str:
-    """Say what a token is in a report of prompts of such kinds."""
+    """Return a text that says what counts as a token in a report of prompts of these kinds."""
     said = {
         "text": "no tokenizer: 4 bytes are taken for a token" if reader.by_bytes else "tokens of the tokenizer",
         "tokens": "tokens as they were logged",

@@ -1,14 +1,14 @@
-"""What routing would gain: the simulator's real nodes on the log itself, over a set of network delays.
+"""The gain of routing: the simulator's real nodes serve the log's requests, over a set of network delays.
 
 Rules:
-1. The same requests, at the same times and origins, without routing and with it; a ratio is of their mean times to the
-   first token, and its interval is over seeds.
-2. Whoever forwards evens out queues as well. What prefixes are good for is the ratio to the better of no routing and of
+1. The same requests, at the same times and origins, are served with and without routing; a ratio compares their mean
+   times to the first token, and its interval is over seeds.
+2. Every forward also evens out queues. The gain by prefixes is therefore the ratio to the better of no routing and
    balancing alone, over the same delay.
-3. Which node a request came to is not in a log: origins are drawn, evenly. Times are the log's, or drawn if it has
+3. A log does not say which node a request came to: origins are drawn, evenly. Times are the log's, or drawn if it has
    none, and stretched so that the engines work `load` of the time without routing.
-4. Caches are empty at first: the first WARM of the requests fill them, and are in no figure.
-5. Engines cache blocks of the log, or runs of them, so that a prompt has a hundred at most on average.
+4. Caches are empty at first: the first WARM (a share) of the requests fill them, and are in no figure.
+5. Engines cache blocks of the log, or several as one, so that a prompt has at most a hundred on average.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from .collect import Kept
 from .prompt_keys import Keys, salted
 
 BLOCKS_EACH = 100
-"""Blocks of a prompt in the simulator, on average, at most: its time is that of the blocks."""
+"""The most blocks of a prompt in the simulator, on average: the simulator's run time grows with the blocks."""
 
 BALANCING = "least"
 """The policy that looks at load alone."""
 
 WARM = 0.25
-"""Share of the requests that only fill the caches. A short log would be all about empty ones otherwise."""
+"""Share of the requests that only fill the caches; without it, figures of a short log would show empty caches."""
 
 PAYS = 0.05
-"""Smallest share of the mean time to first token that counts as a gain."""
+"""The smallest saving that counts as a gain, as a share of the mean time to first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class GainSettings:
-    """A fleet to try. `delays_ms` are one-way, `overhead_ms` is of an engine for each request."""
+    """A fleet to try; `delays_ms` are one-way, `overhead_ms` is an engine's fixed time for each request."""
 
     nodes: int = 4
     delays_ms: tuple[float, ...] = (1.0, 10.0, 50.0, 200.0)
@@ -73,9 +73,10 @@ class GainSettings:
 
 @dataclass(frozen=True, slots=True)
 class DelayGain:
-    """With routing, at one delay. Ratios below 1 are gains; `half` is of the 95 % interval of `by_prefixes`.
+    """Routing at one delay: ratios below 1 are gains, `half` is half of the 95 % interval of `by_prefixes`.
 
-    `ratio` is of routing to no routing, `balancing` of balancing alone to it, `by_prefixes` of routing to the better.
+    `ratio` compares routing with no routing, `balancing` compares balancing alone with no routing, and `by_prefixes`
+    compares routing with the better of those two.
     """
 
     delay_ms: float
@@ -89,16 +90,16 @@ class DelayGain:
 
     @property
     def pays(self) -> bool:
-        """Whether prefixes make a gain, and no accident of the seeds."""
+        """Whether prefixes gain at least PAYS, and more than the seeds' chance explains."""
         return self.by_prefixes <= 1 - PAYS and self.by_prefixes + self.half < 1
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What was simulated. Hit rates are of tokens. `break_even_ms` is one-way, None when no delay tried pays.
+    """The results of a simulation: hit rates are of tokens, `break_even_ms` is one-way, None when no tried delay pays.
 
-    `warming` of the requests filled the caches and are in no figure; `own_times` tells that times are the log's.
-    With `open_ended` even the longest delay that was tried pays.
+    `warming` is the number of requests that filled the caches and are in no figure; `own_times` tells that times are
+    the log's. With `open_ended` even the longest delay that was tried pays.
     """
 
     nodes: int
@@ -128,9 +129,9 @@ class _Seed(NamedTuple):
 def simulate(
     kept: Sequence[Kept], settings: GainSettings, workers: int = 1, progress: Callable[[int], None] | None = None
 ) -> Gain | None:
-    """Run the simulator on requests of one model; None when fewer than two have a block.
+    """Run the simulator on requests of one model; None when fewer than two requests have a block.
 
-    `progress` is told how many seeds are done.
+    `progress` is called with the number of seeds done.
     """
     requests = _coarse(kept, settings.tenants_apart)
     if len(requests) < 2:
@@ -175,9 +176,9 @@ def _row(delay_ms: float, i: int, runs: Sequence[_Seed]) -> DelayGain:
 
 
 def break_even(rows: Sequence[DelayGain]) -> tuple[float | None, bool]:
-    """Return the delay at which the gain falls below PAYS, and whether no delay that was tried is over it.
+    """Return the delay in ms at which the gain falls below PAYS, and whether the gain is enough at all tried delays.
 
-    `rows` are in order of delay. Between two of them the gain is taken to fall on a straight line.
+    `rows` are in order of delay. Between two rows the gain is assumed to fall on a straight line.
     """
     paying = [i for i, row in enumerate(rows) if row.pays]
     if not paying:
@@ -210,7 +211,7 @@ class _SimulatedRequest(NamedTuple):
 
 
 def _coarse(kept: Sequence[Kept], apart: bool) -> list[_SimulatedRequest]:
-    """Requests with a block, of which one is of so many of the log's that none has too many."""
+    """Return the requests that have a block, with several of the log's blocks as one if prompts have too many."""
     several = [one for one in kept if len(one.prompt.keys)]
     if not several:
         return []
@@ -230,7 +231,7 @@ def _coarse(kept: Sequence[Kept], apart: bool) -> list[_SimulatedRequest]:
 
 
 def _own_times(requests: Sequence[_SimulatedRequest]) -> bool:
-    """Whether each has a time, and not all the same."""
+    """Return whether each request has a time, and the times differ."""
     told = {request.at for request in requests}
     return None not in told and len(told) > 1
 
@@ -240,7 +241,7 @@ def _warming(requests: Sequence[Any]) -> int:
 
 
 def _trace(requests: Sequence[_SimulatedRequest], nodes: int, seed: int) -> ArrivalTrace:
-    """The requests as the simulator has them, with a mean rate of 1. Tokens are made of the keys."""
+    """Return the requests as a trace for the simulator, with a mean rate of 1. Tokens are made from the keys."""
     rng = random.Random(f"{seed}/analyze")
     size = requests[0].block_tokens
     domain = Domain("analyzed", "analyzed", block_size=size)
@@ -249,7 +250,7 @@ def _trace(requests: Sequence[_SimulatedRequest], nodes: int, seed: int) -> Arri
     arrivals, seen = [], set[int]()
     for request, at in zip(requests, _times(requests, rng), strict=True):
         blocks = ((request.keys[:, None] ^ places) >> np.uint64(33)).astype("<u4").ravel()
-        # What is left of a prompt is shorter than a block: it is prefilled, and never cached.
+        # The rest of a prompt is shorter than a block: it is prefilled, and never cached.
         tail = np.full(max(request.tokens - len(blocks), 1), 7, dtype="<u4")
         whole = np.concatenate([blocks, tail[:size]]) if request.tokens > len(blocks) else blocks
         packed = memoryview(whole.tobytes()).cast("I")
@@ -263,7 +264,7 @@ def _trace(requests: Sequence[_SimulatedRequest], nodes: int, seed: int) -> Arri
 
 
 def _times(requests: Sequence[_SimulatedRequest], rng: random.Random) -> list[float]:
-    """Times with a mean rate of 1: the log's, or drawn when it has none or they are all the same."""
+    """Return times with a mean rate of 1: the log's, or drawn when it has none or they are all the same."""
     if _own_times(requests):
         told = [request.at or 0.0 for request in requests]
         pace = (told[-1] - told[0]) / len(told)
@@ -295,7 +296,7 @@ def _runs(task: tuple[Sequence[_SimulatedRequest], GainSettings, int]) -> _Seed:
         found = []
         for delay in settings.delays_ms:
             found.append(_warm(Gossiping(trace, fleet(delay), seed, POLICIES[policy]).run(), trace))
-            # A fleet is full of cycles: those of many runs would pile up before anybody came for them.
+            # A fleet's objects form cycles: without this, those of many runs would pile up before a collection.
             gc.collect()
         return found
 
@@ -304,7 +305,7 @@ def _runs(task: tuple[Sequence[_SimulatedRequest], GainSettings, int]) -> _Seed:
 
 
 def _warm(served: ServedRequests, trace: ArrivalTrace) -> Figures:
-    """Figures without the requests that fill the caches."""
+    """Return the figures without the requests that fill the caches."""
     skip = _warming(trace.arrivals)
     later = ServedRequests(0)
     later.latency_s, later.server = served.latency_s[skip:], served.server[skip:]
@@ -313,7 +314,7 @@ def _warm(served: ServedRequests, trace: ArrivalTrace) -> Figures:
 
 
 def _work_s(trace: ArrivalTrace, settings: GainSettings, speed: Speed) -> float:
-    """Mean service time without routing, which does not depend on the rate."""
+    """Return the mean service time without routing, in seconds, which does not depend on the rate."""
     size = trace.domain.block_size
     caches = [LruBlocks(settings.cache_tokens // size, size) for _ in range(settings.nodes)]
     uncached = sum(
@@ -324,7 +325,7 @@ def _work_s(trace: ArrivalTrace, settings: GainSettings, speed: Speed) -> float:
 
 
 def _one_cache(trace: ArrivalTrace, tokens: int) -> float:
-    """Token hit rate if all requests came to one cache."""
+    """Return the token hit rate if all requests came to one cache."""
     size, skip = trace.domain.block_size, _warming(trace.arrivals)
     cache = LruBlocks(tokens // size, size)
     cached = [cache.admit(arrival.prompt, 0.0).cached_tokens for arrival in trace.arrivals]

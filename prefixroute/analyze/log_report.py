@@ -1,9 +1,9 @@
-"""The report of a log: plain frozen data, which text, JSON and HTML are made of.
+"""The report of a log: plain frozen data, from which text, JSON and HTML are made.
 
 Rules:
-1. Hit rates are of blocks, unless the name says tokens: leading blocks that were had before, of all blocks.
+1. A hit rate counts blocks, unless the name says tokens: the share of leading blocks that an earlier request had.
 2. Rates are for one cache; sizes are in tokens. `error` is half of a 95 % interval, 0.0 where exact.
-3. Texts are in it only when asked for.
+3. The report has texts of prompts only when the user asks for them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """A prefix that several requests begin with. `share` is of all prompt tokens; `first` is where it was first met."""
+    """A prefix that several requests begin with; `share` is of all prompt tokens, `first` where it came first."""
 
     tokens: int
     requests: int
@@ -47,7 +47,7 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class TenantReport:
-    """A tenant: hit rates of an endless cache, shared with the others and alone; `curve` is of its own requests."""
+    """A tenant: hit rates of an unbounded cache, shared with others and alone; `curve` is of its own requests."""
 
     tenant: str
     requests: int
@@ -59,7 +59,7 @@ class TenantReport:
 
 @dataclass(frozen=True, slots=True)
 class ZipfReport:
-    """How skewed sharing is: the exponent over prefixes by rank, with its 95 % interval."""
+    """The skew of sharing: the Zipf exponent over prefixes by rank, with its 95 % interval."""
 
     exponent: float
     low: float
@@ -69,7 +69,7 @@ class ZipfReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """A model's requests. `curve_apart` is of a cache in which tenants share nothing, empty for one tenant."""
+    """A model's requests; `curve_apart` is for a cache in which tenants share nothing, empty for a single tenant."""
 
     model: str
     requests: int
@@ -105,7 +105,7 @@ class BadLines:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that is known of a log. `unit` says what a token is in it."""
+    """The whole report of a log; `unit` says what counts as a token."""
 
     files: list[str]
     lines: int
@@ -117,7 +117,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a report contains: how many prefixes and tenants, and the settings of the simulation (None for none)."""
+    """The wanted contents of a report: numbers of prefixes and tenants, and the simulation's settings (None: none)."""
 
     prefixes: int = 10
     tenants: int = 10
@@ -134,8 +134,8 @@ def build(
 ) -> Report:
     """Make the report of a log; simulations are run here.
 
-    The log is used up: its stacks are let go before other processes need memory. `progress(model)` gives what is told
-    how many of its seeds are done.
+    The log cannot be used afterwards: its stacks are freed before other processes need memory. `progress(model)`
+    returns a function that is called with the number of the model's seeds done.
     """
     models = sorted(log.models.items(), key=lambda item: -item[1].totals.tokens)
     reports = []
@@ -204,7 +204,7 @@ def _zipf(zipf: Zipf) -> ZipfReport:
 
 
 def _points(curve: HitCurve, block_tokens: int, distinct: float | None = None) -> list[Point]:
-    """From the smallest size to the first that holds everything."""
+    """Return the points of a curve, from the smallest size to the first that holds everything."""
     found = []
     most = curve.distinct_blocks if distinct is None else distinct
     for size, rate, error in zip(SIZES, curve.rates, curve.error, strict=True):

@@ -1,6 +1,6 @@
-"""A report as one HTML page: charts inside, no script, nothing loaded from anywhere.
+"""A report as one HTML page: charts inside, no script, no external resource.
 
-Rule: whatever comes from a log is escaped.
+Rule: every text that comes from a log is escaped.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _curve(points: Sequence[Point]) -> list[tuple[float, float]]:
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[str] = ()) -> str:
-    """A table in a box that scrolls by itself, so that the page never does; a text goes below its row."""
+    """Return a table in a box that scrolls sideways, so that the page does not; a text goes below its row."""
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     lines = []
     for row, text in zip_longest(rows, texts, fillvalue=""):

@@ -1,11 +1,11 @@
 """Which prefixes are shared most, and how skewed the sharing is.
 
 Rules:
-1. A prefix is where a request's match ended: the deepest block that an earlier request had. Where many end is what
-   they share: a system prompt, a document, the head of a conversation.
-2. At most `limit` prefixes are followed. The one with the least is given up for a new one, which takes over its count
-   as its error (space-saving; Metwally et al., ICDT 2005): what is on top is surely there.
-3. Texts are kept only when asked for.
+1. A prefix ends where a request's match ended, at the deepest block that an earlier request had. Where many matches
+   end, the requests share a text: a system prompt, a document, the head of a conversation.
+2. At most `limit` prefixes are followed. The prefix that saves least is replaced by a new one, which takes over its
+   count as error (space-saving; Metwally et al., ICDT 2005); so the top prefixes are never missed.
+3. Texts are kept only when the user asks for them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 FOLLOWED = 2048
-"""Prefixes that are followed."""
+"""The most prefixes that are followed."""
 
 EXCERPT = 160
-"""Characters of a text's beginning, and of its end."""
+"""Characters that are shown of a text's beginning, and of its end."""
 
 _T95 = 1.96
 
@@ -41,23 +41,23 @@ class Followed:
 
     @property
     def saved_tokens(self) -> int:
-        """Tokens that an endless cache spares by it."""
+        """Tokens that this prefix saves in an unbounded cache."""
         return self.tokens * (self.requests - 1)
 
 
 class TopPrefixes:
-    """The prefixes that save most, of a stream of matches. Memory O(limit)."""
+    """The prefixes that save most tokens in a stream of matches. Memory O(limit)."""
 
     def __init__(self, limit: int = FOLLOWED) -> None:
         self.limit = limit
         self._followed: dict[int, Followed] = {}
 
     def add(self, keys: Sequence[int], matched: int, block_tokens: int, first: str, text: str = "") -> None:
-        """Note a request whose first `matched` blocks, which say `text`, were had before."""
+        """Note a request whose first `matched` blocks, with the text `text`, an earlier request had."""
         followed = self._followed
         parent = None
         if followed:
-            # A loop over all keys of a log, so it is C's.
+            # This loop goes over all keys of a log, so it runs in C.
             for key in filter(followed.__contains__, keys):
                 followed[key].requests += 1
                 parent = key
@@ -72,7 +72,7 @@ class TopPrefixes:
             parent = None
         shown = text if len(text) <= 2 * EXCERPT else f"{text[:EXCERPT]} [...] {text[-EXCERPT:]}"
         shown = shown.encode("utf-8", "replace").decode()
-        # The request that had it first counts as well: it is two by now.
+        # The request that had the prefix first counts as well: there are two by now.
         followed[key] = Followed(matched * block_tokens, 2 + error, error, parent, first, shown)
 
     def _make_room(self) -> int:
@@ -84,7 +84,7 @@ class TopPrefixes:
         return error
 
     def top(self, n: int) -> list[Followed]:
-        """Return up to `n` prefixes by saved tokens, without those that say the same as a longer one."""
+        """Return up to `n` prefixes by saved tokens, without those of which a longer one has 0.9 of the requests."""
         order = sorted(self._followed.values(), key=lambda one: (-one.saved_tokens, one.first))
         covered = {
             id(self._followed[one.parent])
@@ -94,7 +94,7 @@ class TopPrefixes:
         return [one for one in order if id(one) not in covered and one.requests > one.error + 1][:n]
 
     def ends(self) -> list[int]:
-        """Return by prefix how many requests ended there, the first one included."""
+        """Return by prefix how many requests' matches ended there, the first request included."""
         return [one.ended + 1 for one in self._followed.values()]
 
 
@@ -111,7 +111,7 @@ class Zipf(NamedTuple):
 def fit_zipf(counts: Sequence[int]) -> Zipf | None:
     """Fit the exponent s of shares k ** -s to counts by rank, by maximum likelihood; None for fewer than three ranks.
 
-    The interval is of the sample alone: how well a power law describes the counts is not in it. O(n) a step.
+    The interval covers only the chance of the sample, not how well a power law describes the counts. O(n) a step.
     """
     ordered = np.sort(np.asarray(counts, dtype=float))[::-1]
     n, total = len(ordered), float(ordered.sum())
@@ -132,7 +132,7 @@ def fit_zipf(counts: Sequence[int]) -> Zipf | None:
 
 
 def _moments(logs: np.ndarray[tuple[int], np.dtype[np.float64]], exponent: float) -> tuple[float, float]:
-    """Mean and variance of the logarithm of the rank."""
+    """Return mean and variance of the logarithm of the rank."""
     weights = np.exp(-exponent * logs)
     weights /= weights.sum()
     mean = float((weights * logs).sum())

@@ -1,6 +1,6 @@
-"""How far reading is, on standard error: a bar where that can be seen, else a line now and then.
+"""Progress of reading, on standard error: a bar on a terminal, else a line now and then.
 
-Rule: nothing is told of what was read but how much.
+Rule: progress shows how much was read, and nothing of its content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LIVE_S = 1.0
 
 @contextmanager
 def reading(total: int) -> Iterator[Callable[[int], None]]:
-    """Give what is told how many bytes were read, of `total` (0: not known)."""
+    """Yield a function to call with the number of bytes read, of `total` (0: not known)."""
     rich: Any
     console: Any
     try:
@@ -45,7 +45,7 @@ def reading(total: int) -> Iterator[Callable[[int], None]]:
 
 
 class ProgressLine:
-    """One line on standard error: on a terminal written anew every second, else a line every ten."""
+    """One line on standard error: on a terminal rewritten every second, elsewhere a new line every ten seconds."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -67,13 +67,13 @@ class ProgressLine:
         self._open = live
 
     def end(self) -> None:
-        """Leave the line, if there is one."""
+        """End the line, if there is one."""
         if self._open:
             print(file=sys.stderr)
 
 
 def said(done: int, total: int, took_s: float) -> str:
-    """Return a line of progress: `done` of `total` bytes after `seconds`."""
+    """Return a line of progress: `done` of `total` bytes after `took_s` seconds."""
     rate = done / max(took_s, 1e-9)
     text = f"read {done / 1e6:,.0f}" + (f" of {total / 1e6:,.0f} MB" if total else " MB") + f", {rate / 1e6:.1f} MB/s"
     return text + (f", {max(total - done, 0) / max(rate, 1.0):.0f} s left " if total else " ")

@@ -1,11 +1,11 @@
-"""Prompts as keys of their prefixes: what an engine's prefix cache would compare, without the engine.
+"""Prompts as keys of their prefixes: the comparison of an engine's prefix cache, without the engine.
 
 Rules:
 1. Two prompts have the same key at a depth exactly when they begin with the same blocks, but for one chance in 2**64.
-2. Without a tokenizer four bytes stand for a token. Whoever shows figures says so.
-3. Everything is done on whole arrays; there is no loop over blocks.
+2. Without a tokenizer four bytes stand for a token; reports say so beside their figures.
+3. All work is done on whole arrays; there is no loop over blocks.
 
-These keys are for counting only: they are not keyed by a secret and never leave the process.
+These keys are for counting only: no secret goes into them, and they never leave the process.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .records import Chat, Content, TraceBlocks
 Keys = NDArray[np.uint64]
 
 TOKEN_BYTES = 4
-"""Of a token, when bytes stand for tokens: about what English text has; the same as a packed token has."""
+"""Bytes that stand for a token without a tokenizer: about as in English text, and as many as a packed token has."""
 
 TRACE_TOKENS = 512
-"""Tokens of an id in `hash_ids`, in the published traces."""
+"""Tokens of one id in `hash_ids`, in the published traces."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
@@ -60,7 +60,7 @@ def prefix_keys(blocks: Keys) -> Keys:
 
 
 def salted(keys: Keys, salt: int) -> Keys:
-    """Return keys that share nothing with those of another salt."""
+    """Return keys that differ from the keys under any other salt."""
     return mix(keys + np.uint64(salt))
 
 
@@ -68,7 +68,7 @@ class PromptReader:
     """Turns contents of requests into prompts.
 
     `tokenizer` is a ``tokenizer.json`` of Hugging Face's `tokenizers`, or its folder; `template` a Jinja chat template,
-    a ``tokenizer_config.json`` that has one, or the folder of either. Raises `UsageError` for what cannot be used.
+    a ``tokenizer_config.json`` that has one, or the folder of either. Raises `UsageError` for a file it cannot use.
     """
 
     def __init__(self, block_tokens: int = 16, tokenizer: Path | None = None, template: Path | None = None) -> None:
@@ -82,7 +82,7 @@ class PromptReader:
         self._width = 8 if block_tokens % 2 == 0 else 4
 
     def text(self, content: Content) -> str:
-        """Return what a prompt says, empty where only ids are known."""
+        """Return a prompt's text, empty where only ids are known."""
         if isinstance(content, str):
             return content
         if isinstance(content, Chat):
@@ -101,7 +101,7 @@ class PromptReader:
         if isinstance(content, list):
             packed = np.array(content, dtype="<u4").tobytes()
         elif self._tokenizer is not None:
-            # The template has written the special tokens; a completion's text gets those that the engine adds.
+            # A chat's template has written the special tokens; to a completion's text the engine adds them.
             whole = isinstance(content, str)
             packed = np.array(
                 self._tokenizer.encode(self.text(content), add_special_tokens=whole).ids, dtype="<u4"
@@ -112,7 +112,7 @@ class PromptReader:
         n = len(packed) // size
         words = np.frombuffer(packed, dtype=f"<u{self._width}", count=n * size // self._width).astype(np.uint64)
         columns = size // self._width
-        # A multiplier for each place, a random linear hash, does little with what differs in high bits alone.
+        # A multiplier for each place, a random linear hash, mixes words badly that differ in high bits alone.
         words = words * _GOLDEN
         words ^= words >> np.uint64(32)
         blocks = (words.reshape(n, columns) * _ODD[:columns]).sum(axis=1, dtype=np.uint64)
@@ -122,7 +122,7 @@ class PromptReader:
 NAMED_CHARS = 200
 MEDIA = ("data", "file_data", "b64_json", "image", "audio", "video", "url")
 MORE = ("tool_calls", "function_call", "arguments", "output")
-"""What a message has beside its content that enters the prompt."""
+"""The fields of a message, beside its content, that enter the prompt."""
 
 
 def plain_chat(chat: Chat) -> str:
@@ -138,7 +138,7 @@ def plain_chat(chat: Chat) -> str:
 
 
 def _said(content: Any) -> str:
-    """A content as text. Pictures and the like enter as what names them: an address, or a hash of their bytes."""
+    """Return a content as text; a picture or the like is represented by its address, or a hash of its bytes."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -150,7 +150,7 @@ def _said(content: Any) -> str:
 
 
 def _flat(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose parts are one text, as engines hand it to templates that know no parts."""
+    """Return a message whose parts are joined to one text, as engines do for templates that know no parts."""
     content = message.get("content")
     return message | {"content": _said(content)} if isinstance(content, list) else message
 
@@ -210,7 +210,7 @@ def _template(path: Path) -> Any:
                 )
             )
         except TemplateRefusal as refusal:
-            # What a template says may quote a prompt; what stands in the template itself does not.
+            # A template's message may quote a prompt; a message that stands in the template itself does not.
             raise TemplateRefusal(str(refusal) if str(refusal) in template else "it refuses the messages") from None
         except Exception as error:
             raise TemplateRefusal(type(error).__name__) from None
@@ -234,7 +234,7 @@ def _template_source(path: Path) -> tuple[Any, dict[str, Any]]:
     return told["chat_template"], told
 
 
-class TemplateRefusal(Exception):  # noqa: N818 - a line's, not ours
+class TemplateRefusal(Exception):  # noqa: N818 - the line's fault, no error of the program
     """The chat template does not take these messages."""
 
 

@@ -2,9 +2,9 @@
 
 Rules:
 1. A line that is no request raises `BadLine` with a short reason; the caller counts it. Nothing else is raised.
-2. The tables below are the names that logs use; the first that is there counts.
+2. The tables below are the field names that logs use; the first name that a line has counts.
 3. A body may be the line itself, or be in one of BODIES, as an object or as JSON in a string.
-4. Names are printable: a report may be shown by a terminal.
+4. Names are made printable, since a terminal may show the report.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BODIES = ("body", "request", "request_body", "requestBody", "kwargs", "input")
 TIMES = ("timestamp", "ts", "time", "created_at", "start_time", "startTime", "@timestamp", "created", "arrival_time_ns")
 TENANTS = ("tenant", "tenant_id", "organization", "org_id", "team_id", "cache_salt", "user", "user_id")
 SYSTEM = ("instructions", "system")
-"""Of some interfaces: what goes in front of all messages."""
+"""Fields of some interfaces whose text goes in front of all messages."""
 
 NESTED = 8
 PROMPTS = ("messages", "prompt", "input", "hash_ids", "prompt_token_ids", "input_tok_ids")
@@ -46,11 +46,11 @@ class TraceBlocks(NamedTuple):
 
 
 Content = Chat | TraceBlocks | str | list[int]
-"""What a prompt is of: a chat, a trace's ids, a text, or tokens."""
+"""The content of a prompt: a chat, a trace's ids, a text, or tokens."""
 
 
 class Record(NamedTuple):
-    """A request. `at` is in seconds, None where the log does not say; `model` and `tenant` are empty then."""
+    """A request; where the log does not say them, `at` (in seconds) is None, and `model` and `tenant` are empty."""
 
     at: float | None
     model: str
@@ -78,7 +78,7 @@ def parse(data: bytes, tenant_field: str = "") -> Record:
 
 
 def printable(text: str) -> str:
-    """Return a text without what would move a terminal's cursor or cannot be written."""
+    """Return a text without characters that would move a terminal's cursor or cannot be written."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
@@ -88,7 +88,7 @@ def _json(data: bytes | str, name: str = "") -> Any:
     except (msgspec.MsgspecError, ValueError, RecursionError):
         pass
     try:
-        # Texts that were cut in the middle of a character: only Python's own reader takes halves of one.
+        # The text was cut in the middle of a character: only Python's own reader accepts half a character.
         text = data if isinstance(data, str) else data.decode()
         if "\\ud" in text or "\\uD" in text:
             return json.loads(text)
@@ -164,7 +164,7 @@ def _time(layers: Sequence[dict[str, Any]], milliseconds: bool) -> float | None:
 
 
 def _unit(value: float) -> float:
-    """Of a Unix time by its size: seconds, milliseconds, microseconds or nanoseconds in a second."""
+    """Return how many units of a Unix time make a second, by its size: it is in seconds, ms, us or ns."""
     size = abs(value)
     return 1.0 if size < 1e11 else 1e3 if size < 1e14 else 1e6 if size < 1e17 else 1e9
 

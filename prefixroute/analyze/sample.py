@@ -1,13 +1,13 @@
 """Hit curves of logs that are too long for exact stacks: from a sample of blocks, in bounded memory.
 
 Rules:
-1. Cold blocks are kept when their key is below a threshold, which is lowered when there are too many (fixed-size
-   SHARDS; Waldspurger et al., FAST 2015): each stands for 1 / share of them.
-2. Few blocks have most accesses, and chance must not decide whether those are kept. One access in PROMOTE makes its
-   block hot, whatever its key: a hot block is kept for sure and stands for itself. Those that were not touched for
-   longest are cold again.
-3. An access counts in the class that its block had before it. How many accesses each class had is known, so the sample
-   only tells how the cold ones are distributed.
+1. A cold block is kept when its key is below a threshold, which is lowered when too many are kept (fixed-size SHARDS;
+   Waldspurger et al., FAST 2015): each kept block stands for 1 / share cold blocks.
+2. A few blocks have most accesses, and chance must not decide whether these are kept. One access in PROMOTE makes its
+   block hot, whatever its key: a hot block is always kept and stands for itself. With too many hot blocks, the least
+   recently touched ones become cold again.
+3. An access counts in the class that its block had before the access. The number of accesses of each class is known
+   exactly, so the sample only tells how the cold ones are distributed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAMPLE_BLOCKS = 65536
 
 PROMOTE = 256
 PARTS = 8
-"""Parts of a sample, by keys, whose scatter tells its error."""
+"""Number of parts of a sample, by keys: the error is estimated from the scatter between the parts."""
 
 _T95 = 2.365
 """Student's t for 7 degrees of freedom."""
@@ -37,7 +37,7 @@ _ALL = 2**64
 
 
 class _Tally:
-    """Accesses and hits by distance: of hot blocks exactly, of cold ones as they are in the sample."""
+    """Accesses and hits by distance: exact for hot blocks, for cold blocks as counted in the sample."""
 
     __slots__ = ("accesses", "cold", "hot", "hot_accesses", "seen")
 
@@ -49,12 +49,12 @@ class _Tally:
         self.seen = 0.0
 
     def scale(self, by: float) -> None:
-        """Let what was sampled be worth less."""
+        """Multiply the weight of the sampled counts by `by`."""
         self.seen *= by
         self.cold = [count * by for count in self.cold]
 
     def follow(self, hits: DistanceHits, part: float) -> None:
-        """Take a part of exact hits over as those of a sample of everything."""
+        """Take over a part of exact hits, as the hits of a sample that has all blocks."""
         self.seen = part * hits.accesses
         self.cold = [part * count for count in hits.counts]
 
@@ -92,7 +92,7 @@ class Sampled:
             tally.accesses = hits.accesses
             tally.follow(hits, 1.0)
         for part in found._parts:
-            # What was exact does not scatter: an even part each.
+            # Exact counts do not scatter: each part gets an equal share of them.
             part.follow(exact.hits, 1 / PARTS)
         if len(found) > limit:
             found._lower()
@@ -107,9 +107,9 @@ class Sampled:
         return self._below / _ALL
 
     def access(self, keys: Keys, listed: Sequence[int], owner: str) -> int:
-        """Count a request, `listed` are its keys as numbers; return how many leading blocks were surely had before.
+        """Count a request (`listed`: its keys as numbers); return how many leading blocks surely were seen before.
 
-        O(blocks), and more for those that are kept.
+        O(blocks), and more for the blocks that are kept.
         """
         n, hot, below, owners = len(listed), self._hot, self._below, self._owners
         mine = self._of.get(owner) or self._of.setdefault(owner, _Tally())
@@ -118,7 +118,7 @@ class Sampled:
         if below == _ALL:
             kept, are_hot = listed, [False] * n
         else:
-            # A loop over all keys of a log, so it is C's.
+            # This loop goes over all keys of a log, so it runs in C.
             flags = np.fromiter(map(hot.__contains__, listed), np.bool_, n)
             here = flags | (keys < np.uint64(below))
             kept, are_hot = keys[here].tolist(), flags[here].tolist()
@@ -139,10 +139,10 @@ class Sampled:
         return 0 if last is None else listed.index(last) + 1
 
     def _tally(self, kept: Sequence[int], are_hot: Sequence[bool], mine: _Tally) -> int | None:
-        """Count hits, before anything is touched, then let counts follow; return the deepest that was had."""
+        """Count hits before any block is touched, then move the blocks; return the deepest key seen before, or None."""
         owners, scale = self._owners, 1 / self.share
         hot_at, cold_at, hot_in, cold_in = self._hot_at, self._cold_at, len(self._hot), len(owners) - len(self._hot)
-        # A cold block stands for those around it as well: on average, for half of them above it.
+        # A cold block stands for unkept blocks around it as well; on average, half of these are above it.
         half, last, distance, deepest, hot_n = (scale - 1) / 2, -1, 0.0, None, 0
         counts, i, size = mine.hot, 0, 0
         moved: list[list[int]] = []
@@ -182,7 +182,7 @@ class Sampled:
             part.cold[i] += 1
 
     def _promoted(self, listed: Sequence[int]) -> list[int]:
-        """The blocks of this request that become hot. None do as long as all are kept."""
+        """Return the blocks of this request that become hot; none do as long as all blocks are kept."""
         if self._below == _ALL:
             return []
         found = []
@@ -202,7 +202,7 @@ class Sampled:
         self._hot.add(key)
 
     def _demote(self) -> None:
-        """Let the tenth of the hot blocks be cold that was not touched for longest."""
+        """Make the least recently touched tenth of the hot blocks cold."""
         oldest = sorted(self._hot, key=self._owners.__getitem__)[: max(1, self.limit // 10)]
         for key in oldest:
             self._hot.remove(key)
@@ -245,7 +245,7 @@ class Sampled:
             assert counted == {i: n for i, n in enumerate(counts.at) if n}
 
     def curve(self, owner: str | None = None) -> HitCurve:
-        """Return the curve of all, or of one owner's requests in the same cache; the error is of all."""
+        """Return the curve of all, or of one owner's requests in the same cache; the error is that of all requests."""
         distinct = len(self._hot) + (len(self._owners) - len(self._hot)) / self.share
         every = self._every()
         cold = every.accesses - every.hot_accesses
@@ -257,7 +257,7 @@ class Sampled:
         for part in self._parts:
             part.accesses = every.accesses
             parts.append(part.curve(every.hot, cold))
-        # Of a sample that is nearly everything the parts differ more than it errs.
+        # When the sample has nearly all blocks, its parts differ more than its error.
         left = sqrt(1 - self.share)
         return HitCurve(found, [left * _half(column) for column in zip(*parts, strict=True)], False, distinct)
 

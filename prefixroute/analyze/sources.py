@@ -2,9 +2,9 @@
 
 Rules:
 1. A line is read whole or not at all: memory is bounded by LINE_BYTES, however long a line claims to be.
-2. What is wrong with a line is the reader's to tell. A file that cannot be begun is a `UsageError`, before anything is
-   read; one that cannot be read to its end ends with a line that says so, and hours of reading are not lost.
-3. First bytes tell how a file is packed: a rotated or a piped log has any name.
+2. The reader of a line reports what is wrong with it. A file that cannot be opened raises `UsageError` before anything
+   is read; a file that breaks off ends with a line that says so, so that hours of reading are not lost.
+3. The first bytes tell how a file is compressed, since a rotated or a piped log may have any name.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from prefixroute import UsageError
 from .records import printable
 
 LINE_BYTES = 64 << 20
-"""A longer line is skipped and counted: no prompt that an engine takes is as long."""
+"""The longest line in bytes; a longer one is skipped and counted, as no engine takes so long a prompt."""
 
 STDIN = "-"
 BOM = b"\xef\xbb\xbf"
 
 
 class SourceLine(NamedTuple):
-    """A line of a file, called `source`; `data` is None for one that cannot be had, and `wrong` says why."""
+    """A line of the file `source`; for a line that cannot be read `data` is None, and `wrong` says why."""
 
     source: str
     number: int
@@ -43,7 +43,7 @@ class SourceLine(NamedTuple):
 
 
 def _zst(raw: IO[bytes]) -> IO[bytes]:
-    """Python 3.14 has it; before, either package of that name does."""
+    """Unpack Zstandard: by Python 3.14's own module, or by either package for earlier versions."""
     for name in ("compression.zstd", "backports.zstd", "pyzstd"):
         try:
             module: Any = importlib.import_module(name)
@@ -58,7 +58,7 @@ def _zst(raw: IO[bytes]) -> IO[bytes]:
 
 
 class Joined:
-    """Lines of something that can only read."""
+    """Lines of an object that has only `read`."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
@@ -82,13 +82,13 @@ PACKED: dict[bytes, Callable[[IO[bytes]], IO[bytes]]] = {
     b"\xfd7zXZ": lambda raw: cast("IO[bytes]", lzma.LZMAFile(raw)),  # noqa: SIM115 - the caller closes `raw`
     b"\x28\xb5\x2f\xfd": _zst,
 }
-"""By the first bytes of a file, what unpacks it."""
+"""First bytes of a file -> the function that unpacks it."""
 
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def check(paths: Sequence[Path]) -> int:
-    """Return the bytes of all files together, 0 when that is not known. Raises `UsageError` for one that is no log."""
+    """Return the bytes of all files together, 0 if unknown. Raises `UsageError` for a path that is no log."""
     total, known = 0, True
     for path in paths:
         if str(path) == STDIN:
@@ -101,7 +101,7 @@ def check(paths: Sequence[Path]) -> int:
                     _unpacked(raw, path)
                 total += found.st_size
             else:
-                # A pipe can be opened once.
+                # A pipe can be opened only once.
                 known = False
                 if not os.access(path, os.R_OK):
                     raise PermissionError(0, "Permission denied")
@@ -111,7 +111,7 @@ def check(paths: Sequence[Path]) -> int:
 
 
 def label(path: Path) -> str:
-    """Return what a file is called in a report."""
+    """Return the name of a file for a report."""
     return "standard input" if str(path) == STDIN else printable(str(path))
 
 
@@ -136,9 +136,9 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
 
 
 def lines(paths: Sequence[Path], progress: Callable[[int], None] | None = None) -> Iterator[SourceLine]:
-    """Yield the lines of all files in order; `progress` is told the bytes of the files as they are on disk.
+    """Yield the lines of all files in order; `progress` is called with the bytes read of the files on disk.
 
-    Of a pipe it is told the bytes of the lines. Raises `UsageError` for a file that cannot be opened.
+    For a pipe it is called with the bytes of the lines. Raises `UsageError` for a file that cannot be opened.
     """
     before = 0
     for path in paths:
@@ -153,12 +153,12 @@ def lines(paths: Sequence[Path], progress: Callable[[int], None] | None = None) 
                     while not data.endswith(b"\n") and len(data) == LINE_BYTES:
                         had += len(data)
                         data = unpacked.readline(LINE_BYTES)
-                except Exception as error:  # each way of packing has errors of its own
+                except Exception as error:  # each compression has errors of its own
                     yield SourceLine(source, number, None, f"the file cannot be read on: {error}")
                     break
                 if not data and whole:
                     if number == 1 and unpacked is not raw:
-                        # Not every way of packing notices that its file is cut off.
+                        # Not every compression notices that its file is cut off.
                         yield SourceLine(source, number, None, "nothing can be unpacked: the file is empty or cut off")
                     break
                 had += len(data)

@@ -1,11 +1,12 @@
 """Stack distances of prefix blocks: from one pass, the hits of every cache size at once.
 
 Rules:
-1. A request touches its blocks deepest first, as engines free them: a prefix is always held from the root on.
-2. The distance of a block is how many blocks were touched since, itself included: an LRU of so many blocks holds it.
+1. A request touches its blocks deepest first, as engines free them: a held prefix always begins at the root.
+2. The distance of a block is the number of blocks touched since its last touch, itself included: an LRU cache of so
+   many blocks holds it.
 3. Distances are taken before the request touches anything.
-4. The blocks that a request touched last are one interval of its path, so a request costs one search for each request
-   that it shares with, not one for each block.
+4. The blocks whose last touch was by one request are an interval of that request's path. So a request costs one search
+   for each earlier request with which it shares blocks, not one for each block.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class PlaceCounts:
             i += i & -i
 
     def up_to(self, place: int) -> int:
-        """Return the sum of all places up to this one, which included."""
+        """Return the sum of all places up to and including this one."""
         tree, i, total = self._tree, place + 1, 0
         while i:
             total += tree[i]
@@ -76,7 +77,7 @@ class TouchStack:
         return len(self._owners)
 
     def access(self, keys: Sequence[int]) -> list[DistanceRun]:
-        """Touch a path, root first; return the runs of what was held, as long as it was held."""
+        """Touch a path, given root first; return the runs of its leading blocks that were touched before."""
         if not keys:
             return []
         if self._next == len(self._counts):
@@ -94,7 +95,7 @@ class TouchStack:
         return [run for _, run in runs]
 
     def state(self) -> tuple[dict[int, int], int, list[int]]:
-        """Return blocks by the number of the request that touched them last, the next number, and blocks by number."""
+        """Return the number of each block's last request, the next number, and by number how many blocks it has."""
         return self._owners, self._next, self._counts.at[: self._next]
 
     def check(self) -> None:
@@ -107,7 +108,7 @@ class TouchStack:
             assert self._counts.up_to(owner) == sum(self._counts.at[: owner + 1])
 
     def _compact(self) -> None:
-        """Number those requests anew that still own a block."""
+        """Renumber the requests that were the last to touch some block."""
         live = [i for i, n in enumerate(self._counts.at) if n]
         new = {old: i for i, old in enumerate(live)}
         for key, owner in self._owners.items():
@@ -117,7 +118,7 @@ class TouchStack:
 
 
 class DistanceHits:
-    """Hits by distance: `counts[i]` of those that a cache of SIZES[i] has and one of SIZES[i - 1] has not."""
+    """Hits by distance: `counts[i]` are the hits of a cache of SIZES[i] that a cache of SIZES[i - 1] misses."""
 
     __slots__ = ("accesses", "counts")
 
@@ -159,7 +160,7 @@ class HitCurve(NamedTuple):
 
 
 class ExactCurve:
-    """The exact curve, in all and by owner (a tenant, say)."""
+    """The exact curve of all requests, and by owner (such as a tenant)."""
 
     def __init__(self) -> None:
         self.stack = TouchStack()

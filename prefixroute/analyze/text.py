@@ -38,14 +38,14 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def summary(report: Report) -> str:
-    """Say in a line what was read."""
+    """Return a line that says what was read."""
     unit = f"; {report.unit}" if report.unit else ""
     read = f"{counted(report.requests, 'request')} of {counted(report.lines, 'line')}"
     return f"{read} in {', '.join(report.files)}{unit}"
 
 
 def counted(n: int, what: str) -> str:
-    """Say how many of something there are."""
+    """Return a text such as "3 requests"."""
     return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
@@ -91,7 +91,7 @@ def _model(model: ModelReport) -> Iterator[str]:
 
 
 def some(points: Sequence[Point], most: int) -> list[int]:
-    """Return places of up to `most` points, evenly, the last one included."""
+    """Return the indices of up to `most` points, evenly spaced, the last one included."""
     n = len(points)
     return list(range(n)) if n <= most else sorted({round(i * (n - 1) / (most - 1)) for i in range(most)})
 

@@ -1,4 +1,4 @@
-"""What to do about a model's traffic, in plain words, and why.
+"""The verdict on a model's traffic: what to do, in plain words, and why.
 
 Rules:
 1. The first line of the table whose condition holds is the verdict.
@@ -23,17 +23,17 @@ from typing import NamedTuple
 from .gain import Gain
 
 RARE = 0.05
-"""Hit rate of an endless cache under which prompts count as one-off."""
+"""Hit rate of an unbounded cache below which prompts count as one-off."""
 
 FEW = 20
-"""Requests under which nothing is said: what repeats, and how often, is chance."""
+"""Number of requests below which there is no verdict: in so few requests repetitions are chance."""
 
 FAR = 0.05
-"""Difference of hit rates that is worth another cache."""
+"""Difference of hit rates that justifies a bigger or a central cache."""
 
 
 RISE = 0.01
-"""Least rise of the token hit rate by routing: without it, a gain is that of better balancing."""
+"""The least rise of the token hit rate by routing; with a smaller rise, a gain comes from better balancing."""
 
 
 class Advice(Enum):
@@ -47,7 +47,7 @@ class Advice(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Advice, said in a sentence, with its reason."""
+    """Advice, as a sentence (`says`), with its reason."""
 
     advice: Advice
     says: str
@@ -55,7 +55,7 @@ class Verdict:
 
 
 class Seen(NamedTuple):
-    """What a log holds of a model: requests, their whole blocks, and the hit rate of an endless cache over these."""
+    """A model's traffic in a log: requests, their whole blocks, and the hit rate of an unbounded cache over these."""
 
     requests: int
     blocks: int
@@ -131,7 +131,7 @@ def judge(seen: Seen, gain: Gain | None) -> Verdict:
 
 
 def _zones(gain: Gain, break_even_ms: float) -> str:
-    """Say between which nodes to route: a zone is a group of nodes that are this near to each other."""
+    """Return a text that says between which nodes to route; a zone is a group of nodes within this delay."""
     if gain.open_ended:
         return f"Route, in one zone of all nodes that are up to {break_even_ms:.3g} ms apart (one way), or farther."
     far = next((row.delay_ms for row in gain.delays if row.delay_ms > break_even_ms), gain.delays[-1].delay_ms)

@@ -1,4 +1,4 @@
-"""What the emulated engine answers: words that depend on the prompt's tokens and on nothing else.
+"""The emulated engine's answers: words that depend on the prompt's tokens and on nothing else.
 
 Rules:
 1. Same prompt, same answer, on every node, in every cache state, for every sampling parameter. So a test

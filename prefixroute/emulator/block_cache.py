@@ -8,8 +8,8 @@ Rules:
 3. Blocks of running sequences cannot be evicted. A finished sequence gives back its tail first, so children
    are evicted before their parents. Eviction happens when a block is taken, never before: least recently
    given back first, and free blocks that hold nothing before any that do.
-4. Room is promised at admission for the whole sequence, and taken block by block. So no running sequence
-   ever waits for a block, and none has to be preempted; one that does not fit yet is not admitted.
+4. Room is reserved at admission for the whole sequence, and taken block by block. So no running sequence ever
+   waits for a block or is preempted; a sequence that does not fit yet is not admitted.
 
 A block's digest covers its parent's digest, its tokens, the adapter's name in every block and the cache salt
 in the first. It is this emulator's own and says nothing about the hashes of any other engine.
@@ -38,7 +38,7 @@ from prefixroute.events import Handle
 
 
 class CacheScope(NamedTuple):
-    """What separates two equal prompts in the cache: an adapter (name and number), and a cache salt."""
+    """The properties that separate equal prompts in the cache: an adapter (name and number), and a cache salt."""
 
     lora_name: str | None = None
     lora_id: int | None = None
@@ -122,7 +122,7 @@ class BlockCache:
         return -(-tokens // self.block_size)
 
     def admit(self, prompt: Sequence[int], scope: CacheScope = NO_SCOPE, *, decode_tokens: int = 0) -> Lease | None:
-        """Start a sequence: find its cached prefix, hold it, and promise room for the rest.
+        """Start a sequence: find its cached prefix, hold it, and reserve room for the rest.
 
         `decode_tokens` are the tokens that will be computed after the prompt. None means that there is no
         room now; try again after a release. Raises UsageError when it could never fit.

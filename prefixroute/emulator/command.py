@@ -3,7 +3,7 @@
 Rules:
 1. Wrong arguments cost one line on standard error and exit code 2. No traceback reaches a user.
 2. One line on standard output tells that the engine is ready, and where.
-3. SIGINT and SIGTERM end it at once: what is being served is cut off, and the exit code is 0.
+3. SIGINT and SIGTERM end the program at once: running requests are cut off, and the exit code is 0.
 """
 
 from __future__ import annotations

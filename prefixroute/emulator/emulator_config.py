@@ -1,4 +1,4 @@
-"""What can be set about an emulated engine, with the names and the defaults of vLLM where vLLM has them.
+"""The settings of an emulated engine, with the names and the defaults of vLLM where vLLM has them.
 
 Rule: a wrong figure or an unknown field raises UsageError here, before anything is started.
 """
@@ -53,14 +53,14 @@ class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything about one emulated engine.
+    """The settings of one emulated engine.
 
     `capacity_blocks` are the blocks that can be used (vLLM's own count holds one more, the null block).
     `max_model_len` 0 means as much as the cache holds. `lora_modules` are names of adapters that requests may
     name as their model. With `any_model` a request may name any model. `hash_seed` changes all block hashes,
     as PYTHONHASHSEED does in vLLM; `byte_hashes` puts whole digests on the wire instead of ints. Without
-    `prefix_caching` nothing is kept and no event comes of it. Another `tokenizer_seed` stands for another
-    tokenizer, another `weights_seed` for another revision of the model: it answers otherwise.
+    `prefix_caching` the cache keeps no block and publishes no event. Another `tokenizer_seed` stands for
+    another tokenizer, another `weights_seed` for another revision of the model, which answers differently.
     """
 
     model: str = "m"

@@ -1,8 +1,8 @@
 """The emulated engine without its HTTP face: the scheduler, the event loop that drives it, the event sockets.
 
 Rules:
-1. One timer is set, for what is due next; nothing else wakes an idle engine.
-2. What a step did to the cache is published before its tokens are handed out: a client that has its answer can ask
+1. One timer is set, for the next event that is due; nothing else wakes an idle engine.
+2. The cache events of a step are published before its tokens are handed out: a client that has its answer can ask
    for a replay, and finds the events of its own request there.
 3. Everything runs on the event loop that called `start`.
 """
@@ -71,7 +71,7 @@ class EngineDriver:
         """Open the event sockets and begin to serve; UsageError when an endpoint cannot be used."""
         await self.publisher.start()
         self._loop = asyncio.get_running_loop()
-        # Read once: batches keep the order of the planned time line, whatever happens to the wall clock.
+        # The wall clock is read once, so that batches keep the order of the planned time line if the clock is set.
         self._wall = time.time() - self._loop.time()
         self.running = True
 
@@ -123,7 +123,7 @@ class EngineDriver:
         return generation
 
     def cancel(self, generation: Generation) -> None:
-        """Stop serving a request, free its blocks and wake whoever waits for it; harmless at its end."""
+        """Stop serving a request, free its blocks and wake its waiting caller; harmless after its end."""
         if self._generations.pop(generation.sequence, None) is None:
             return
         sequence = generation.sequence
@@ -190,7 +190,7 @@ class EngineDriver:
         return self._loop.time() if self._loop else 0.0
 
     def _advance(self) -> None:
-        """Run the scheduler up to now, publish and hand out what it did, and set the timer for its next event."""
+        """Run the scheduler up to now, publish its cache events, hand out its outputs, and set the next timer."""
         now = self._now()
         self.scheduler.handle_timer(now)
         for step in self.scheduler.steps():

@@ -8,9 +8,9 @@
 | ROUTER, end | identity, empty, empty, eight bytes 0xff, empty |
 
 Rules:
-1. Publishing never waits. A subscriber that is too slow loses batches, as with vLLM; replay is for that.
-2. A truncated replay is not announced: the first answer may be later than what was asked for.
-3. The endpoint decides who binds (`binds`); the replay socket always does.
+1. Publishing never waits. A subscriber that is too slow loses batches, as with vLLM, and can ask for a replay.
+2. A truncated replay is not announced: the first batch may be later than the one that was asked for.
+3. The endpoint decides who binds (`binds`); the engine always binds the replay socket.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class EventPublisher:
 
     @property
     def config(self) -> KvEventsConfig:
-        """The configuration as it came out: ports taken from the system are filled in."""
+        """The configuration in force: ports that the system chose are filled in."""
         return self._resolved
 
     @property
@@ -87,7 +87,7 @@ class EventPublisher:
         if replay_endpoint is not None:
             assert self._context is not None
             self._replay = self._context.socket(zmq.ROUTER)
-            # As vLLM 0.33: room for a whole replay, twice, so that a slow reader does not lose its middle.
+            # As in vLLM 0.33: room for two whole replays, so that a slow reader does not lose the middle of one.
             self._replay.set(zmq.SNDHWM, 2 * (config.buffer_steps + 1))
             replay_endpoint = _attach(self._replay, replay_endpoint, bind=True)
             self._replay_task = asyncio.create_task(self._serve_replay(self._replay))

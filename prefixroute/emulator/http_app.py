@@ -8,8 +8,7 @@
 | POST /reset_prefix_cache | ``{"success": bool}``, false while blocks are in use |
 
 Rules:
-1. Whoever leaves is forgotten: a client that disconnects, or a handler that is cancelled, ends its request
-   and frees its blocks.
+1. A client that disconnects, or a handler that is cancelled, ends its request and frees the request's blocks.
 2. Every error is JSON in vLLM's shape, whatever went wrong.
 """
 
@@ -37,10 +36,10 @@ from prefixroute.emulator.protocol import ApiCall, ApiError, ApiReply, Json
 from prefixroute.emulator.scheduler import FINISHED, Busy
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
-"""A larger request is answered with 413."""
+"""The largest request body in bytes; a larger one is answered with 413."""
 
 VERSION = "0.32.0+prefixroute.emulator"
-"""What /version tells: the vLLM version whose behaviour is imitated."""
+"""The answer of /version: the vLLM version whose behaviour is imitated."""
 
 Parse = Callable[[Json, EngineConfig], ApiCall]
 """Reads a request's body."""
@@ -171,7 +170,7 @@ class _TokenStream(Response):
 
 @contextlib.asynccontextmanager
 async def _watched(engine: EngineDriver, generation: Generation, receive: Receive) -> AsyncIterator[None]:
-    """While inside, a disconnect cancels the request; so does leaving before its end."""
+    """Inside this context a client's disconnect cancels the request; so does leaving the context before its end."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of the text that `render` makes."""
+"""The media type of the text that `render` makes."""
 
 
 class Metric(NamedTuple):

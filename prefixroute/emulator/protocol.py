@@ -1,8 +1,8 @@
-"""The OpenAI-style bodies: what a request asks for, and what an answer looks like. Pure functions.
+"""The OpenAI-style bodies of requests and answers. Pure functions.
 
 Rules:
-1. What would change the answer and is not emulated is refused (`n`, `logprobs`, ...); what could not change
-   it (temperature, seed, stop, ...) is ignored. Unknown fields are ignored, as vLLM does.
+1. A field that would change the answer and is not emulated (`n`, `logprobs`, ...) is refused; a field that
+   could not change it (temperature, seed, stop, ...) is ignored. Unknown fields are ignored, as in vLLM.
 2. A refusal says which field is wrong and what it must be, in vLLM's error shape.
 """
 
@@ -60,7 +60,7 @@ class ApiCall:
 
 
 class ApiReply(NamedTuple):
-    """What is the same in all parts of one answer."""
+    """The values that are the same in all parts of one answer."""
 
     id: str
     created: int
@@ -218,7 +218,7 @@ def _flag(body: Json, name: str) -> bool:
 
 
 def usage(call: ApiCall, tokens: int, cached: int) -> dict[str, object]:
-    """The usage object; the tokens found in the cache are always told."""
+    """The usage object; it always has the tokens found in the cache."""
     return {
         "prompt_tokens": len(call.prompt),
         "completion_tokens": tokens,

@@ -10,8 +10,8 @@
 Rules:
 1. First come, first served: a sequence that does not fit yet holds up those behind it, as in vLLM.
 2. The cache is searched when prefill starts, not on arrival, so a prompt profits from the one before it.
-3. Every call first lets happen what was due by `now`, at the time when it was due and in that order. What
-   follows from an event is planned from the event's own time, so a late wake-up delays nothing but itself.
+3. Every call first lets the events due by `now` happen, in order and each at the time when it was due. Later
+   events are planned from an event's own time, so a late wake-up delays nothing but itself.
 4. An event that touched the cache makes one batch. A block that is evicted in a step leaves with the batch
    of the next step that ends: before the store that took its place.
 """
@@ -52,12 +52,12 @@ class Output(NamedTuple):
 
     @property
     def last(self) -> bool:
-        """Nothing more will come."""
+        """Whether this is the sequence's last output."""
         return self.state in (FINISHED, CANCELLED)
 
 
 class StepEvents(NamedTuple):
-    """What one step did to the cache, and when on the planned time line."""
+    """The cache events of one step, and its time in seconds on the planned time line."""
 
     at: float
     events: list[CacheEvent]
@@ -94,13 +94,13 @@ class RunningSequence:
 
     @property
     def done(self) -> bool:
-        """Nothing more will come of this sequence."""
+        """Whether the sequence has ended, so that no more outputs will come."""
         return self.state in (FINISHED, CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine does at once, and where it begins to refuse (0: never)."""
+    """How much the engine does at once, and the queue lengths at which it refuses requests (0: never)."""
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -214,12 +214,12 @@ class Scheduler:
             due.action(due.at)
 
     def outputs(self) -> list[Output]:
-        """What came out of sequences since the last call, in order."""
+        """The outputs of sequences since the last call, in order."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def steps(self) -> list[StepEvents]:
-        """What steps did to the cache since the last call, in order; empty steps are left out."""
+        """The cache events of steps since the last call, in order; steps without events are left out."""
         steps, self._steps = self._steps, []
         return steps
 

@@ -3,7 +3,7 @@
 Rules:
 1. Prefill is serial: prompts are computed one after the other, in order of arrival. A prompt costs
    `overhead_s` once, and each token that was not cached costs 1 / `prefill_tokens_per_s`.
-2. Decode is not: every running sequence gets a token each `decode_s_per_token`, however many there are.
+2. Decode is not serial: every running sequence gets a token each `decode_s_per_token`, however many there are.
 3. Times are planned, not measured (`scheduler.py`): work that waits begins when the work before it was due
    to end, even if the program woke late. Lateness never adds up, so throughput is exact on a busy machine.
 """

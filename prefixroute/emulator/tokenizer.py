@@ -6,7 +6,7 @@ Rules:
 2. One space after a visible character is silent. Whether a piece touches the visible character before it is
    part of its id, so nothing is lost: two texts with equal ids differ in a trailing space at most, apart
    from collisions among the 32,752 ids.
-3. So ids of a text begin with the ids of each of its prefixes that ends between two pieces: at any word
+3. So the ids of a text begin with the ids of each prefix of the text that ends between two pieces: at any word
    boundary, on either side of the space.
 4. An id is a CRC-32 of the piece: no seed, no hash of the interpreter.
 """
@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 VOCABULARY = 32_768
-"""Ids are below this."""
+"""The number of ids: every id is below this."""
 
 _RESERVED = 16
 _WHITE = " \t\n\r\f\v"

@@ -1,4 +1,4 @@
-"""What the emulated engine says about its cache, in the shape that vLLM 0.24 and later put on the wire.
+"""The emulated engine's cache events, in the shape that vLLM 0.24 and later put on the wire.
 
 Rules:
 1. Events are MessagePack maps with their name under ``type``. Fields without a default are always present,

@@ -1,4 +1,4 @@
-"""Planners: slower questions in the router's cost vocabulary. They return plans and decisions, and move nothing.
+"""Planners: slower questions than the router's, in the same terms of cost. They return plans, and move nothing.
 
 `placement`: which server holds which blocks of a model that fits no single one, and which chain of servers a request
 takes. Start at `Problem` (or `read_fleet`), `adaptive` and `certify`; `OnlinePlanner` follows load and fleet.

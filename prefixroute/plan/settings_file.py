@@ -1,7 +1,7 @@
-"""Settings files of planners, TOML or JSON: read into typed tables, or refused with the line that is wrong and the fix.
+"""Settings files of planners, TOML or JSON: read into typed tables, or refused with the wrong line and its correction.
 
 Rules:
-1. An error is one line: the file, the line, the key, what is wrong with it and what would be right.
+1. An error is one line of text: the file, the line number, the key, what is wrong with it and what would be right.
 2. An unknown key is refused, and the known keys are listed: a misspelt key would otherwise leave its default in force.
 """
 
@@ -23,14 +23,14 @@ _File = TypeVar("_File", bound="FileTable")
 
 
 class Source:
-    """A file's text, to find lines in."""
+    """A file's text, in which the line of a key is looked up."""
 
     def __init__(self, path: Path, text: str) -> None:
         self._path = path
         self._lines = text.splitlines()
 
     def error(self, where: str, what: str) -> UsageError:
-        """Return an error at a key such as ``model.blocks`` or ``servers[2].site``; at its table if it is not there."""
+        """Return an error at a key such as ``model.blocks`` or ``servers[2].site``, or at its table without the key."""
         line = self._line(where)
         place = f"{self._path}:{line}" if line else str(self._path)
         return UsageError(f"{place}: {where}: {what}" if where else f"{place}: {what}")
@@ -48,7 +48,7 @@ class Source:
                 raise self.error(where, f"must be {bound:g} or more, not {value:g}")
 
     def made(self, where: str, make: Callable[[], _Made]) -> _Made:
-        """Return what `make` makes of a key's value; a `UsageError` of it becomes an error at the key."""
+        """Return `make()`, which builds an object from a key's value; its `UsageError` becomes an error at the key."""
         try:
             return make()
         except UsageError as error:
@@ -78,7 +78,7 @@ class FileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileKind(NamedTuple):
-    """What a file may hold: its tables by name, the whole under "", and an example that shows them."""
+    """A kind of file: its tables by name (the whole file under ""), and an example that shows them."""
 
     tables: Mapping[str, type[msgspec.Struct]]
     example: str

@@ -1,8 +1,8 @@
-"""The virtual clock: what is planned happens in order of time, and time passes only by what happens.
+"""The virtual clock: planned events happen in order of time, and time passes only from event to event.
 
 Rules:
-1. What is planned for one moment happens by rank, the lowest first; with equal ranks in the order of planning.
-2. Time never goes back: what is planned for a moment that has passed happens now.
+1. Events of one moment happen by rank, the lowest first; with equal ranks in the order in which they were planned.
+2. Time never goes back: an event that is planned for a moment in the past happens now.
 3. Every laboratory plans with this one queue, so that all of them order events alike.
 """
 
@@ -19,7 +19,7 @@ Rank = tuple[int, ...]
 
 
 class Agenda:
-    """What is planned, by when it happens. Times are seconds; before the first event `now` is what it was made with."""
+    """The planned events, in order of time. Times are seconds; until the first event `now` is the constructor's."""
 
     __slots__ = ("_entries", "_planned", "now")
 
@@ -29,7 +29,7 @@ class Agenda:
         self._planned = 0
 
     def plan(self, at: float, what: Callable[[Argument, float], object], argument: Argument, rank: Rank = ()) -> None:
-        """Let `what(argument, now)` happen at `at`. O(log n)."""
+        """Plan the call `what(argument, now)` for the moment `at`. O(log n)."""
         self._planned += 1
         heappush(self._entries, (at, rank, self._planned, what, argument))
 
@@ -45,6 +45,6 @@ class Agenda:
         what(argument, self.now)
 
     def skip_to(self, at: float) -> None:
-        """Let time pass to `at` with nothing happening: for what happens outside of the agenda. O(1)."""
+        """Move the time to `at` without an event: for a caller with events outside of the agenda. O(1)."""
         if at > self.now:
             self.now = at

@@ -1,6 +1,6 @@
 """Confidence intervals of means over seeds, as all laboratories print them.
 
-Rule: ratios are taken run by run, on the same trace, then averaged; the interval is of that mean.
+Rule: a ratio is taken for each run, on the same trace; the ratios are averaged, and the interval is of their mean.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom; beyond, the normal one is near enough.
+# Two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom; above 30, the normal quantile is near enough.
 _T95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),

@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what every experiment takes: how many processes, and where its JSON goes."""
+    """Declare the options of every experiment: the number of processes, and the file for its JSON."""
     add = parser.add_argument
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="W", help="processes (one a core)")
     add("--json", metavar="FILE", help='write the result as JSON ("-": standard output, and nothing else)')
@@ -43,14 +43,14 @@ def seeds_of(options: argparse.Namespace) -> tuple[int, ...]:
 
 
 def add_json_option(parser: argparse.ArgumentParser, what: str) -> None:
-    """Declare ``--json [FILE]`` of a command that prints a table otherwise, for `write_json`."""
+    """Declare ``--json [FILE]``, for `write_json`, of a command that prints a table without it."""
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help=f"write the {what} as JSON (no FILE: print that alone)"
     )
 
 
 class Progress:
-    """One line on standard error: on a terminal written anew every second, else a line every ten."""
+    """One line on standard error: on a terminal rewritten every second, elsewhere a new line every ten seconds."""
 
     def __init__(self, total: int, what: str, silent: bool = False) -> None:
         self._total = total
@@ -59,7 +59,7 @@ class Progress:
         self._began_at = self._told_at = time.monotonic()
 
     def __call__(self, done: int) -> None:
-        """Tell that `done` of all are done."""
+        """Show that `done` of all tasks are done."""
         now, live = time.monotonic(), sys.stderr.isatty()
         last = done == self._total
         if self._silent or (now - self._told_at < (1 if live else 10) and not (live and last)):
@@ -76,7 +76,7 @@ def run_all(
     workers: int,
     progress: Callable[[int], None] | None = None,
 ) -> list[_Result]:
-    """Run a function on every task, in this process when one worker is enough. Raises `UsageError` for no worker."""
+    """Run a function on every task, in this process when one worker is enough. Raises `UsageError` for 0 workers."""
     if workers < 1:
         raise UsageError("an experiment needs workers >= 1")
     results = []
@@ -95,7 +95,7 @@ def run_all(
 
 
 def _leave_interrupts() -> None:
-    """Ctrl-C is the parent's to answer: it ends the pool, and no worker prints a traceback."""
+    """Ignore Ctrl-C in a worker: the parent answers it by ending the pool, and no worker prints a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

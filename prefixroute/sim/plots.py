@@ -20,7 +20,7 @@ def _pyplot() -> Any:
 
 
 def plot_shares(path: str, title: str, panels: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> None:
-    """Draw one stacked panel for each entry: (time in seconds, share of each node). Raises `UsageError`."""
+    """Draw one stacked panel for each entry of points (time in seconds, share of each node). Raises `UsageError`."""
     plt = _pyplot()
     figure, axes = plt.subplots(len(panels), 1, figsize=(SIZE[0], SIZE[1] * len(panels)), squeeze=False)
     for axis, (name, points) in zip(axes[:, 0], panels.items(), strict=True):
@@ -40,7 +40,7 @@ def plot_shares(path: str, title: str, panels: Mapping[str, Sequence[tuple[float
 def plot_lines(
     path: str, title: str, across: str, up: str, lines: Mapping[str, Sequence[tuple[float, float]]], log: bool = False
 ) -> None:
-    """Draw one line for each entry: (x, y). Raises `UsageError`."""
+    """Draw one line for each entry of points (x, y). Raises `UsageError`."""
     plt = _pyplot()
     figure, axis = plt.subplots(figsize=(SIZE[0] * 0.75, SIZE[1] * 1.5))
     for name, points in lines.items():
@@ -55,7 +55,7 @@ def plot_lines(
 
 
 def plot_spans(path: str, title: str, rows: Sequence[tuple[str, int, int]], blocks: int) -> None:
-    """Draw one bar for each row: (name, first block, blocks). Raises `UsageError`."""
+    """Draw one bar for each row (name, first block, number of blocks). Raises `UsageError`."""
     plt = _pyplot()
     figure, axis = plt.subplots(figsize=(SIZE[0] * 0.75, max(SIZE[1], 0.22 * len(rows))))
     names = [name for name, _, _ in rows]

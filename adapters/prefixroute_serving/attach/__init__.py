@@ -1,8 +1,8 @@
 """Attach the engine beside a node: its data-parallel ranks, their cache events, and their load. Needs no sidecar.
 
-One `Attachment` does for a vLLM or SGLang what every server around a `Node` has to do: it finds the engine's ranks and
-makes an endpoint of each, follows their events over ZeroMQ or a tap, asks for their load, follows a restart to other
-ports or other ranks, and repairs what a stream has lost.
+An `Attachment` does the work that every server around a `Node` has with a vLLM or SGLang: it finds the engine's ranks
+and makes an endpoint of each, follows their events over ZeroMQ or a tap, asks for their load, follows a restart to
+other ports or ranks, and repairs a residency whose stream has lost events.
 
     async with Driver(node, transport, clock=time.monotonic) as driver, httpx.AsyncClient() as client:
         config = EngineConfig(url="http://127.0.0.1:8000", kind="vllm")
@@ -19,12 +19,12 @@ Needs ``pip install 'prefixroute[vllm,sglang]'``. The files:
 
 | file | is |
 |---|---|
-| `engine_config.py` | `EngineConfig`: what has to be told of an engine |
+| `engine_config.py` | `EngineConfig`: the settings of one engine |
 | `attachment.py` | `Attachment`: endpoints, events and load of one engine |
-| `ranks.py` | which ranks there are and where they publish, asked again when that may have changed |
+| `ranks.py` | asks which ranks there are and where they publish, and asks again when that may have changed |
 | `kinds.py` | what differs between vLLM and SGLang |
 | `resets.py` | calls that empty the cache count at once |
-| `repairs.py` | requests that ask the engine what it holds, after a gap |
+| `repairs.py` | after a gap: requests that make the engine report the blocks that they reuse |
 """
 
 from __future__ import annotations

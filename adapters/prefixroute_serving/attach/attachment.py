@@ -1,14 +1,14 @@
 """The engine beside a node, as the node sees it: its data-parallel ranks, their events and their load.
 
 Rules:
-1. `kinds.KINDS` names everything that tells engines apart; the rest is the same for all.
+1. `kinds.KINDS` names every difference between the kinds of engine; all other code is the same for all.
 2. Every rank is an endpoint, named by its number. Rank 0 is there from the start, so that the node can serve at once;
-   the others come, and any may go, when the engine tells its ranks (`ranks`).
+   other ranks join, and any rank may leave, when the engine reports its ranks (`ranks`).
 3. A request names a rank only where there are several: an engine with one rank may not know the field.
-4. A rank that cannot be followed is logged, and the others are followed all the same. Where an engine says that it
-   publishes nothing, the node goes by routing history until it does, and the log names the missing option.
-5. More live blocks than the engine has prove that its stream lost removals: the stream is read anew, once in
-   `RESYNC_PAUSE_S` at most. A gap that no replay has filled is repaired by asking the engine, where it can be asked
+4. A rank that cannot be followed is logged, and the others are followed all the same. While an engine reports that it
+   publishes nothing, the node uses the history of what it routed there, and the log names the missing option.
+5. More live blocks than the engine has prove that its stream lost removals: the stream is read anew, at most once in
+   `RESYNC_PAUSE_S` seconds. A gap that no replay has filled is repaired by asking the engine, if it can be asked
    (`repairs`).
 """
 
@@ -43,11 +43,11 @@ from .resets import AdminCall, OwnResets
 log = logging.getLogger("prefixroute.sidecar")
 
 RESYNC_PAUSE_S = 60.0
-"""The least time between two readings anew of one stream: an engine that never tells some removals would else replay
-for ever."""
+"""The least seconds between two resyncs of one stream: an engine that never reports some removals would otherwise
+replay for ever."""
 
 TROUBLED_PROBE_S = 0.5
-"""How often an engine is asked for its load, at least, while it does not answer or refuses."""
+"""The longest pause in seconds between two load probes of an engine that does not answer or that refuses."""
 
 GONE = "the engine does not answer"
 
@@ -55,10 +55,10 @@ _REFUSED, _SERVER_ERROR = 503, 500
 
 
 class Attachment:
-    """The local engine: the endpoints that it gives the node, and what keeps them true.
+    """The local engine: its endpoints of the node, and the work that keeps them up to date.
 
-    `endpoints` maps each of this node's endpoints to its rank. `url` is what peers are told. Call `connect`, then run
-    the coroutines of `work`.
+    `endpoints` maps each of this node's endpoints to its rank. `url` is the address advertised to peers. Call
+    `connect`, then run the coroutines of `work`.
     """
 
     def __init__(self, node: Node, config: EngineConfig, url: str, now: float) -> None:
@@ -74,27 +74,27 @@ class Attachment:
         self._resets = OwnResets(node)
         self._repairs = Repairs()
         self._reports: Reports | None = None
-        """How the engine is asked to report, once it is known to do so."""
+        """How the engine is asked for a report; None until it is known that it can report."""
         self._change = ChangeSignal()
         self._up = self._was_up = False
         self._ask_now = asyncio.Event()
         self._silent = False
         self._complaints: set[tuple[str, str]] = set()
-        """The troubles of streams that the log has told: endpoint and kind."""
+        """The problems of streams that are logged already: (endpoint, kind of problem)."""
         self._add(0, now)
 
     def connect(self, client: httpx.AsyncClient, driver: Driver) -> None:
-        """Say what to ask the engine with, and who drives the node."""
+        """Set the HTTP client for calls to the engine, and the driver of the node."""
         self._client = client
         self._driver = driver
         self._probe = self._kind.probe(self.config.url, client=client)
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
-        """What has to run as long as the node does: following events and pushed load, asking for load."""
+        """Return the coroutines to run as long as the node does: following events and pushed load, probing load."""
         return [self._follow(), self._ask_load()]
 
     def aimed(self, target: str, headers: Headers, body: bytes) -> tuple[Headers, bytes]:
-        """A request's headers and body as the engine wants them, for one of `endpoints`."""
+        """Return a request's headers and body in the engine's form, aimed at the rank of one of `endpoints`."""
         if self._reports is not None and self._repairs.due(target, self._node.residency(target), self._driver.now()):
             body = self._reports.ask(headers, body, self._repairs.asked) or body
         if len(self.endpoints) < 2:
@@ -102,9 +102,9 @@ class Attachment:
         return self._kind.aim(headers, body, self.endpoints[target])
 
     def answered(self, target: str, status: int, prompt_tokens: int, cached_tokens: int = 0) -> None:
-        """Take note of how the rank of `target` answered: 503 counts as a refusal for a while, others end that.
+        """Note the status of an answer by the rank of `target`: 503 is a refusal for a while, any other status ends it.
 
-        `cached_tokens` are those that were held to be cached there: the rest must bring events.
+        `cached_tokens` are the tokens believed to be cached there; for the other tokens events must come.
         """
         if status == _REFUSED:
             self._refused_until[target] = self._driver.now() + REFUSING_FOR_S
@@ -114,21 +114,21 @@ class Attachment:
             self._followers[target].note_finished(prompt_tokens, cached_tokens)
 
     def doubt(self) -> None:
-        """An attempt at the engine broke: look at once whether it is still there."""
+        """Note that an attempt at the engine broke: probe at once whether the engine is still there."""
         self._ask_now.set()
 
     def before_call(self, path: str) -> Mapping[str, int] | None:
-        """What `called` needs, taken before a call is passed to the engine; None for calls that empty no cache."""
+        """Return the argument `before` of `called`; take it before the call. None for calls that empty no cache."""
         return self._resets.clears(self.endpoints) if path in self._kind.empties else None
 
     def called(self, path: str, query: Mapping[str, str], body: bytes, reply: bytes, before: Mapping[str, int]) -> None:
-        """Take note of a call that the engine answered with success: the node knows at once if it emptied the cache."""
+        """Note a call that the engine answered with success; if it emptied the cache, the node clears it at once."""
         if self._kind.empties[path](AdminCall(query, _object(body), _object(reply))):
             self._resets.emptied(self.endpoints, before, self._driver.now())
             self._driver.wake()
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """What each rank's event stream has brought, by rank, and the blocks that the engine confirmed when asked."""
+        """Return by rank the counts of its event stream, and the blocks that the engine confirmed when asked."""
         return {
             str(self.endpoints[name]): {
                 **follower.stats()._asdict(),
@@ -140,24 +140,25 @@ class Attachment:
     # --- ranks and events ----------------------------------------------------------------------------------
 
     def _add(self, rank: int, now: float) -> str:
-        """The endpoint of a rank, new or not."""
+        """Return the endpoint of a rank; it is added if it is new."""
         for endpoint, known in self.endpoints.items():
             if known == rank:
                 return endpoint
         endpoint = self._node.add_endpoint(str(rank), url=self._url, incarnation=time.time_ns(), now=now)
         self.endpoints[endpoint] = rank
-        # Said before the first probe answers: until then peers would take the library's default for this speed.
+        # The configured speed is set before the first probe answers; until then peers would assume the library's
+        # default speed.
         self._node.set_load(endpoint, self._with_speed(LoadReport()), now)
         return endpoint
 
     def _keep(self, ranks: set[int], now: float) -> None:
-        """Give up the endpoints of ranks that the engine turned out not to have."""
+        """Remove the endpoints of ranks that the engine does not have."""
         for endpoint in [name for name, rank in self.endpoints.items() if rank not in ranks]:
             del self.endpoints[endpoint]
             self._node.remove_endpoint(endpoint, now)
 
     async def _follow(self) -> None:
-        """Follow the events of every rank, and the load where it is pushed, as the engine tells of them, for ever."""
+        """Follow the events and the pushed load of every rank that the engine reports, for ever."""
         said = ""
         with RunningTasks() as running:
             while True:
@@ -174,14 +175,14 @@ class Attachment:
                 await self._change.wait(not told.why, self._followers.values())
 
     def _take(self, told: ToldSources, running: RunningTasks) -> None:
-        """Make endpoints and followers what the engine told."""
+        """Add and remove endpoints and followers as the engine's answer says."""
         now = self._driver.now()
         sources = {}
         for source in told.sources:
             endpoint = self._add(source.rank, now)
             sources[endpoint] = self._unless_ours(self._sources.get(endpoint), source)
         for endpoint in [name for name in self._followers if self._sources[name] != sources.get(name)]:
-            # The next stream is another one; it begins with a replay of all, and nothing of this one must be left.
+            # The next stream is a new one that begins with a full replay, so nothing of the old stream may be left.
             running.stop((endpoint, self._sources[endpoint]))
             del self._followers[endpoint], self._sources[endpoint]
             self._node.apply(endpoint, EngineBatch((StreamRestarted(),), self.endpoints[endpoint]), now)
@@ -198,9 +199,9 @@ class Attachment:
         self._driver.wake()
 
     def _unless_ours(self, old: EventSource | None, new: EventSource) -> EventSource:
-        """The source that the engine tells for a rank, or the old one if only `bind` differs and this node binds it.
+        """Return the engine's source of a rank, or the old one if only `bind` differs and this node binds the address.
 
-        `discover` looks whether somebody listens at the address; that must not be this node's own socket.
+        `discover` tries whether a socket listens at the address; it must not mistake this node's own socket for one.
         """
         if old is None or old.bind == new.bind or new != old._replace(bind=new.bind):
             return new
@@ -211,12 +212,12 @@ class Attachment:
         return {(name, self._sources[name]): follower.run for name, follower in self._followers.items()}
 
     async def _wanted_loads(self) -> dict[Hashable, Callable[[], Coroutine[Any, Any, None]]]:
-        """The load sockets to listen to.
+        """Return the load sockets to listen to.
 
-        Pushed load is asked for as well: a socket that nobody serves cannot be told from a quiet one.
+        Load that is pushed is also probed: a socket without a publisher cannot be told from a quiet one.
         """
         push = self._kind.push
-        if push is None or not self._up:  # before that it cannot tell where
+        if push is None or not self._up:  # an engine that is not up cannot report its sockets
             return {}
         sources = await push.discover(self.config.url, client=self._client)
         return {("load", source): partial(self._hear, push, source) for source in sources}
@@ -240,7 +241,7 @@ class Attachment:
             self._followers[endpoint].resync()
 
     def _complain(self) -> None:
-        """Log what is wrong with a stream, once for as long as it is."""
+        """Log each problem of a stream once, for as long as it lasts."""
         complaints = {
             (endpoint, trouble.kind): trouble
             for endpoint, follower in self._followers.items()
@@ -254,10 +255,10 @@ class Attachment:
     # --- load ----------------------------------------------------------------------------------------------
 
     async def _ask_load(self) -> None:
-        """Tell the node how loaded each rank is, for ever.
+        """Tell the node each rank's load, for ever.
 
-        An engine in good health is asked as often as configured: what this node sends there it counts itself. One in
-        trouble is asked more often, and one that has just broken a connection at once.
+        A healthy engine is probed as often as configured, since the node itself counts the requests that it sends. An
+        engine in trouble is probed more often, and at once after it has broken a connection.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -284,7 +285,7 @@ class Attachment:
                 alarm.cancel()
 
     async def _gone(self) -> bool:
-        """True when nobody listens where the engine did. A slow engine is waited for, one that is gone is not."""
+        """Return whether no process listens at the engine's address: a slow engine is waited for, a gone one is not."""
         try:
             await self._client.get(f"{self.config.url}/health", timeout=TIMEOUT_S)
         except httpx.ConnectError:
@@ -294,7 +295,7 @@ class Attachment:
         return False
 
     def _forget_guesses(self) -> None:
-        """Drop what was guessed of a silent engine that is gone. One with events tells its restart itself."""
+        """Drop the guessed residency of a gone engine without events; one with events reports its restart itself."""
         for endpoint, rank in self.endpoints.items() if self._silent else ():
             self._node.apply(endpoint, EngineBatch((StreamRestarted(),), rank), self._driver.now())
 
@@ -308,14 +309,14 @@ class Attachment:
                 self._driver.wake()
 
     def _with_speed(self, load: LoadReport) -> LoadReport:
-        """The load with the configured speed, where the engine tells none: it counts until the node has learnt one."""
+        """Return the load with the configured speed if the engine reports none; it counts until the node learns one."""
         if load.prefill_tokens_per_s:
             return load
         return replace(load, prefill_tokens_per_s=self.config.prefill_tokens_per_s)
 
 
 def _object(body: bytes) -> Mapping[str, Any]:
-    """A JSON object's fields; none of anything else."""
+    """Return the fields of a body that is a JSON object, else an empty mapping."""
     try:
         value = msgspec.json.decode(body) if body else None
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

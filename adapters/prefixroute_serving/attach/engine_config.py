@@ -1,7 +1,7 @@
-"""What a node has to be told of its engine: one structure, which a sidecar's JSON has under ``engine``.
+"""The settings of a node's engine: one structure, which is the table ``engine`` of a sidecar's JSON.
 
 Rules:
-1. A field that is not known is an error, so that a misspelt one does not silently do nothing.
+1. An unknown field is an error, so that a misspelt field is not silently ignored.
 2. A wrong value is refused when the structure is made, with a `ValueError` that names the field.
 """
 
@@ -12,19 +12,20 @@ from prefixroute_inproc import is_tap, sources_of_tap
 from prefixroute_zmq import endpoint_of_rank
 
 ENGINE_KINDS = ("vllm", "sglang")
-"""Words for `EngineConfig.kind`: whose adapter reads events and load."""
+"""The values of `EngineConfig.kind`: the adapter that reads events and load."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The engine beside a node: where it is, and what it cannot tell itself. Only `url` is needed. Seconds and tokens.
+    """The engine beside a node: its address, and the facts that it cannot report itself. Only `url` is required.
 
     `events`, `replay`, `topic` and `bind` are `endpoint`, `replay_endpoint`, `topic` and `bind` of the engine's own
-    ``--kv-events-config``, word for word: they tell who binds. They are those of rank 0, of `ranks` data-parallel ones.
-    As `events`, ``tap://`` and an absolute path is the engine's PREFIXROUTE_TAP, see docs/in-process.md.
-    Without `events` the engine is asked (vLLM >= 0.31, SGLang where it publishes over tcp).
-    `prefill_tokens_per_s` is its speed where it is known; 0 lets the node learn it from answers. `tokenizer_file` is a
-    copy of its ``tokenizer.json``, or the folder of it, to read prompts here instead of asking the engine.
-    `load_probe_s`: seconds between two looks at its load; one in trouble is looked at every half second.
+    ``--kv-events-config``, word for word, since they decide who binds. They are those of rank 0; `ranks` is the number
+    of data-parallel ranks. ``tap://`` and an absolute path as `events` is the engine's PREFIXROUTE_TAP, see
+    docs/in-process.md. Without `events` the engine is asked (vLLM >= 0.31, SGLang where it publishes over tcp).
+    `prefill_tokens_per_s` is the engine's speed where it is known; 0 lets the node learn it from answers.
+    `tokenizer_file` is a copy of the engine's ``tokenizer.json``, or the folder of it, to tokenize prompts here instead
+    of asking the engine. `load_probe_s` is the seconds between two load probes; an engine in trouble is probed every
+    half second.
     """
 
     url: str

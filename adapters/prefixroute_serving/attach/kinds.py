@@ -1,7 +1,7 @@
 """The kinds of engine: how each is found, followed and asked, and how a request is aimed at one of its ranks.
 
-Rule: `KINDS` names everything that tells engines apart. The calls that empty a cache are in `resets`, what vLLM reports
-on request is in `repairs`; all other code is the same for both.
+Rule: `KINDS` names every difference between the engines. The calls that empty a cache are in `resets`, vLLM's reports
+on request are in `repairs`; all other code is the same for both.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .repairs import VLLM_REPORTS, Headers, Reports
 from .resets import SGLANG_EMPTIES, VLLM_EMPTIES, EmptyingCalls
 
 RANK_HEADER = "x-data-parallel-rank"
-"""The request header in which vLLM takes the rank that is meant."""
+"""The request header that names a rank to vLLM."""
 RANK_FIELD = "routed_dp_rank"
-"""The field of a request's body in which SGLang takes it."""
+"""The field of a request's body that names a rank to SGLang."""
 
 
 def by_header(headers: Headers, body: bytes, rank: int) -> tuple[Headers, bytes]:
@@ -42,23 +42,23 @@ def by_field(headers: Headers, body: bytes, rank: int) -> tuple[Headers, bytes]:
 
 
 def without_rank(headers: Headers) -> Headers:
-    """The headers without one that names a rank: another engine's ranks are others."""
+    """Return the headers without one that names a rank: a rank number means nothing to another engine."""
     return [(name, value) for name, value in headers if name != RANK_HEADER]
 
 
 class LoadPush(NamedTuple):
-    """How an engine that pushes its load is listened to."""
+    """How to listen to an engine that pushes its load."""
 
     discover: Callable[..., Awaitable[list[EventSource]]]
     follower: type[sglang.LoadFollower]
 
 
 class EngineKind(NamedTuple):
-    """What an adapter offers, and how a request is aimed at one of the engine's ranks.
+    """An adapter's functions for one kind of engine, and how a request is aimed at one of the engine's ranks.
 
-    `how_to_publish` is what to add to the command of an engine that publishes no events. `empties` are the calls that
-    empty the cache of every rank. `push` is None for an engine that does not push its load, `reports` for one that
-    cannot be asked what a request reuses.
+    `how_to_publish` is the option to add to the command of an engine that publishes no events. `empties` are the calls
+    that empty the cache of every rank. `push` is None for an engine that does not push its load, and `reports` is None
+    for an engine that cannot report which blocks a request reuses.
     """
 
     discover: Callable[..., Awaitable[list[EventSource]]]
@@ -97,7 +97,7 @@ Follower: TypeAlias = StreamFollower | TapFollower
 
 
 def follower_of(kind: EngineKind, source: EventSource, on_batch: Callable[[EngineBatch], None]) -> Follower:
-    """What follows a source: by its endpoint, over ZeroMQ or in-process (``tap://``)."""
+    """Return a follower of a source: over ZeroMQ, or in-process for an endpoint of ``tap://``."""
     if is_tap(source.endpoint):
         return TapFollower(source, on_batch, kind.follower.engine)
     return kind.follower(source, on_batch)

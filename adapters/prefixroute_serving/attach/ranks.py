@@ -1,9 +1,10 @@
-"""Which ranks the local engine has and where they publish: asked of it, and asked again when that may have changed.
+"""Asks the local engine which ranks it has and where they publish, and asks again when that may have changed.
 
 Rules:
-1. The engine's last answer counts. An engine that does not answer, or cannot tell, changes nothing.
-2. It is asked again when a stream shows a restart, when it answers after it did not, and every `ASK_AGAIN_S` seconds
-   while it cannot tell, publishes nothing, or a stream is not connected: it may come back with other ranks and ports.
+1. The engine's last answer counts. Without an answer, or with one that names no ranks, nothing changes.
+2. The engine is asked again when a stream shows a restart, when it answers again after a silence, and every
+   `ASK_AGAIN_S` seconds while it cannot name its ranks, publishes nothing, or a stream is not connected: it may come
+   back with other ranks and ports.
 3. With endpoints in the configuration the engine is never asked.
 """
 
@@ -32,8 +33,9 @@ CANNOT_TELL = "it does not answer, or is too old to tell: give engine.events"
 
 
 class ToldSources(NamedTuple):
-    """What an engine said of its events. Without sources, `why` says why: `silent` if it publishes none, else it could
-    not tell.
+    """An engine's answer about its event sources; without sources `why` is the reason.
+
+    `silent`: the engine publishes no events; otherwise it could not name its sources.
     """
 
     sources: list[EventSource]
@@ -42,7 +44,7 @@ class ToldSources(NamedTuple):
 
 
 async def ask(kind: EngineKind, config: EngineConfig, client: httpx.AsyncClient) -> ToldSources:
-    """Where the ranks publish: as configured, or as the engine tells itself."""
+    """Return where the ranks publish: as configured, or else as the engine answers."""
     if is_tap(config.events):
         return ToldSources(sources_of_tap(config.events, config.ranks))
     if config.events:
@@ -60,17 +62,17 @@ async def ask(kind: EngineKind, config: EngineConfig, client: httpx.AsyncClient)
 
 
 class ChangeSignal:
-    """The wait until the engine may tell something else than it did."""
+    """The wait until the engine's answer may have changed."""
 
     def __init__(self) -> None:
         self._noted = asyncio.Event()
 
     def note(self) -> None:
-        """Something has happened that a restart looks like."""
+        """Note an event that may be a restart of the engine."""
         self._noted.set()
 
     async def wait(self, settled: bool, followers: Iterable[Follower]) -> None:
-        """Return when the engine is to be asked again; `settled` if it told its sources."""
+        """Wait until the engine is to be asked again; `settled` tells that it has named its sources."""
         followers = list(followers)
         while True:
             # Not wait_for: before Python 3.12 it may swallow a cancellation that comes with the note.
@@ -85,7 +87,7 @@ class ChangeSignal:
 
 
 class RunningTasks:
-    """Coroutines that run under a key each, as long as they are wanted. Use it as a context manager."""
+    """Coroutines that run as long as they are wanted, each under a key. Use it as a context manager."""
 
     def __init__(self) -> None:
         self._tasks: dict[Hashable, asyncio.Task[None]] = {}
@@ -97,7 +99,7 @@ class RunningTasks:
         self.keep({})
 
     def keep(self, wanted: Mapping[Hashable, Callable[[], Coroutine[Any, Any, None]]]) -> None:
-        """Let exactly these run: what is new begins, what is no longer wanted is cancelled, the rest is left alone."""
+        """Let exactly these run: new ones begin, unwanted ones are cancelled, the others go on."""
         for key in [key for key in self._tasks if key not in wanted]:
             self.stop(key)
         for key, work in wanted.items():
@@ -105,16 +107,16 @@ class RunningTasks:
                 self._tasks[key] = asyncio.create_task(_told(work()))
 
     def stop(self, key: Hashable) -> None:
-        """Cancel what runs under a key, if anything does: it does nothing more from now on."""
+        """Cancel the coroutine under a key, if there is one; it does nothing more from now on."""
         if key in self._tasks:
             self._tasks.pop(key).cancel()
 
 
 async def _told(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; if it fails, log why, and let everything else go on."""
+    """Run `work`; if it fails, log the reason, and let all other work go on."""
     try:
         await work
     except UsageError as error:
-        log.error("%s", error)  # what the user has to change
+        log.error("%s", error)  # the message says what the user has to change
     except Exception:
         log.exception("a stream of the engine is followed no longer")

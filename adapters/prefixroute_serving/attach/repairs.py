@@ -1,10 +1,10 @@
-"""When a request asks the engine to tell again what it reuses, so that a residency with holes becomes whole again.
+"""Repairs: requests that make the engine report the blocks they reuse, until a residency with holes is whole again.
 
-A gap that no replay has filled leaves blocks doubtful, and blocks that were stored in it unknown. An engine that can be
-asked tells both, prompt by prompt. Rules:
-1. Only a partial residency is repaired, by one request in `PAUSE_S` at most: a report costs the engine an event.
-2. While reports tell nothing new the pause doubles up to `LONGEST_PAUSE_S`: a residency stays partial for ever if what
-   is unknown is never asked for. A new gap begins anew.
+After a gap that no replay has filled, blocks known before are doubtful, and blocks stored during the gap are unknown.
+Some engines report both on request, prompt by prompt. Rules:
+1. Only a partial residency is repaired, by one request in `PAUSE_S` seconds at most, as a report costs an event.
+2. While reports bring nothing new the pause doubles, up to `LONGEST_PAUSE_S` seconds: if no prompt ever asks for the
+   unknown blocks, the residency stays partial for ever. A new gap resets the pause.
 3. A request that names its own session is never changed.
 """
 
@@ -22,7 +22,7 @@ from prefixroute import Residency
 Headers: TypeAlias = Sequence[tuple[str, str]]
 
 SESSION_HEADER = "x-session-id"
-"""The request header in which vLLM takes a session."""
+"""The request header with which a client names a session to vLLM."""
 
 PAUSE_S = 1.0
 LONGEST_PAUSE_S = 64.0
@@ -37,14 +37,14 @@ class _Repair:
 
 
 class Repairs:
-    """The repairs of a node's endpoints. `asked` counts the requests that asked."""
+    """The repairs of a node's endpoints; `asked` counts the requests that asked for a report."""
 
     def __init__(self) -> None:
         self.asked = 0
         self._under_way: dict[str, _Repair] = {}
 
     def due(self, endpoint: str, residency: Residency, now: float) -> bool:
-        """Whether the request that goes to `endpoint` now is to ask. O(1)."""
+        """Return whether the request that goes to `endpoint` now is to ask for a report. O(1)."""
         if not residency.partial:
             self._under_way.pop(endpoint, None)
             return False
@@ -67,20 +67,20 @@ class Repairs:
 
 
 class Reports(NamedTuple):
-    """How an engine is asked to tell again what a request reuses: whether it can, and the request's new body."""
+    """How an engine is asked for a report: whether it `can` report, and the new body of a request that asks (`ask`)."""
 
     can: Callable[..., Awaitable[bool]]
     ask: Callable[[Headers, bytes, int], bytes | None]
 
 
 def asking_for_report(headers: Headers, body: bytes, number: int) -> bytes | None:
-    """A request's body, a JSON object, that makes vLLM tell the blocks it reuses; None for one with its own session."""
+    """Return a body that makes vLLM report the blocks it reuses; None for a request with a session of its own."""
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     asked = fields.get("vllm_xargs")
     try:
         xargs = msgspec.json.decode(asked, type=dict[str, msgspec.Raw]) if asked and bytes(asked) != b"null" else {}
     except msgspec.ValidationError:
-        return None  # the engine will say what is wrong with it
+        return None  # the engine will answer what is wrong with the body
     if "session_id" in fields or "session_id" in xargs or SESSION_HEADER in {name for name, _ in headers}:
         return None
     session = f"{vllm.REPORT_SESSION}-{number}"
@@ -89,4 +89,4 @@ def asking_for_report(headers: Headers, body: bytes, number: int) -> bytes | Non
 
 
 VLLM_REPORTS = Reports(vllm.reports_on_request, asking_for_report)
-"""How vLLM is asked, from 0.30 on. SGLang cannot be."""
+"""How vLLM is asked, from 0.30 on. SGLang cannot be asked."""

@@ -1,15 +1,15 @@
-"""Calls that empty an engine's cache: which they are, and what is done at once when one succeeds.
+"""Calls that empty an engine's cache: which calls they are, and what happens at once when one succeeds.
 
-An engine's own word for it comes only with its next output: vLLM queues its AllBlocksCleared and sends it with the next
-step, which an idle engine makes when a request comes. Until then peers would send it prompts for what it no longer
-holds. So a call that this node passes on and that empties the cache counts at once. Rules:
-1. A call that may or may not have emptied the cache is judged by what was asked and what was answered.
-2. The engine's stream is in order. What comes before its own clear was made before the reset, and is void: it is
-   applied, and cleared again. What was stored after the reset comes behind the engine's clear, and is never touched.
+The engine's own event for it comes late: vLLM queues its AllBlocksCleared and sends it with the next step, which an
+idle engine makes only when a request comes. Until then peers would send it prompts for blocks that it no longer holds.
+So a call that this node passes on and that empties the cache counts at once. Rules:
+1. If the path alone does not tell whether a call emptied the cache, the request and the answer are examined.
+2. The engine's stream is in order. Events before the engine's own clear were made before the reset, and are void: they
+   are applied, and cleared again. Stores after the reset come behind the engine's clear, and are never touched.
 3. If the engine's clear came while the call was under way, there is nothing left to do.
-4. Rule 2 holds for `UNDER_WAY_S`, longer than a message is under way: an engine that announces no clear, or whose clear
-   was lost (a gap), must not be kept empty for ever. What a late replay brings back after that is wrong no longer than
-   until the first request that it misleads, whose step brings the engine's clear.
+4. Rule 2 holds for `UNDER_WAY_S` seconds, longer than a message is under way: an engine that announces no clear, or
+   whose clear was lost (a gap), must not be kept empty for ever. A late replay after that may bring back void blocks;
+   the first request that they mislead corrects that, since its step brings the engine's clear.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ UNDER_WAY_S = 1.0
 
 
 class AdminCall(NamedTuple):
-    """A call that the engine answered with success: its query, what its body asked, and what the answer told.
+    """A call that the engine answered with success: its query, its body (`asked`), and the body of the answer (`told`).
 
-    Both bodies are empty where they are no JSON object.
+    A body is empty where it is no JSON object.
     """
 
     query: Mapping[str, str]
@@ -36,10 +36,10 @@ class AdminCall(NamedTuple):
 
 
 Emptied: TypeAlias = Callable[[AdminCall], bool]
-"""Whether a call has emptied the cache."""
+"""A test whether a call has emptied the cache."""
 
 EmptyingCalls: TypeAlias = Mapping[str, Emptied]
-"""Path -> whether a call of it has emptied the cache of every rank."""
+"""Path -> the test whether a call of this path has emptied the cache of every rank."""
 
 
 def _always(call: AdminCall) -> bool:
@@ -47,12 +47,12 @@ def _always(call: AdminCall) -> bool:
 
 
 def _not_refused(call: AdminCall) -> bool:
-    """A reset while blocks are in use is answered with 200, and says that it did nothing; older engines do not say."""
+    """Return False if a 200 says that nothing was reset, as while blocks are in use; older engines do not say so."""
     return call.told.get("success", True) is not False
 
 
 def _deep_sleep(call: AdminCall) -> bool:
-    """Level 0 only pauses, and keeps the cache."""
+    """Return whether a sleep empties the cache: level 0 only pauses the engine, and keeps the cache."""
     return str(call.told.get("level", call.query.get("level", "1"))) != "0"
 
 
@@ -62,11 +62,11 @@ def _of_cache(call: AdminCall) -> bool:
 
 
 def _unless_kept(call: AdminCall) -> bool:
-    """New weights make the cache void, and SGLang flushes it unless it is told not to."""
+    """Return whether new weights emptied the cache: SGLang flushes it unless the request says not to."""
     return call.asked.get("flush_cache", True) is not False and _not_refused(call)
 
 
-# Waking up is not among them: what there was to empty was emptied at the fall, and a sleep of level 0 keeps it.
+# Waking up is not among them: the cache was emptied when the engine fell asleep, and a sleep of level 0 keeps it.
 VLLM_EMPTIES: EmptyingCalls = {
     "/reset_prefix_cache": _not_refused,
     "/sleep": _deep_sleep,
@@ -83,25 +83,25 @@ SGLANG_EMPTIES: EmptyingCalls = {
 
 
 class OwnResets:
-    """Which endpoints were emptied by a call of this node's, and await their engine's own word for it."""
+    """The endpoints that a call through this node emptied, and whose engine's own clear has not come yet."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._until: dict[str, float] = {}
 
     def clears(self, endpoints: Iterable[str]) -> dict[str, int]:
-        """How often each endpoint was cleared so far: take it before the call."""
+        """Return how often each endpoint was cleared so far; take this before the call."""
         return {endpoint: self._node.residency(endpoint).counts.clears for endpoint in endpoints}
 
     def emptied(self, endpoints: Mapping[str, int], before: Mapping[str, int], now: float) -> None:
-        """The call emptied the caches of `endpoints`, given with their ranks, cleared so often `before` it."""
+        """Note that a call emptied the caches of `endpoints`, given with their ranks; `before` is from `clears`."""
         for endpoint, rank in endpoints.items():
             if self._node.residency(endpoint).counts.clears == before.get(endpoint):
                 self._node.apply(endpoint, EngineBatch((BlocksCleared(GPU),), rank), now)
                 self._until[endpoint] = now + UNDER_WAY_S
 
     def passed(self, endpoint: str, batch: EngineBatch, now: float) -> EngineBatch:
-        """A batch as it is to be applied."""
+        """Return a batch as it is to be applied: with a clear behind it while the engine's own has not come."""
         if endpoint not in self._until:
             return batch
         marks = (BlocksCleared, StreamGap, StreamRestarted)

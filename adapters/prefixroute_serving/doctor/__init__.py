@@ -4,8 +4,8 @@
 |---|---|
 | `findings.py` | one finding, and HTTP questions that never raise |
 | `engine_checks.py` | version, flags, and where the events go |
-| `listen.py` | what the engine publishes of the doctor's own prompts |
-| `hit_checks.py` | whether the node foresees what its engine reuses |
+| `listen.py` | hears the engine's events of the doctor's own prompts |
+| `hit_checks.py` | whether the node predicts the tokens that its engine reuses |
 | `peer_checks.py` | what must be equal on two nodes, and what UDP carries between them |
-| `examination.py` | all of it in order, for the nodes of some configurations |
+| `examination.py` | all checks in order, for the nodes of some configurations |
 """

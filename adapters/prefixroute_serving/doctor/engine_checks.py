@@ -1,9 +1,9 @@
-"""Is the engine configured so that its cache can be followed: version, flags, where its events go, who binds.
+"""Checks that an engine is configured so that its cache can be followed: version, flags, event sockets, who binds.
 
 Rules:
-1. The engine's own word is held against the sidecar's configuration and against what its stream has brought.
-2. Whether the stream is connected is asked of the sidecar: only there an address can be told that both sides bind, or
-   none does.
+1. The engine's answers are compared with the sidecar's configuration and with the events that the sidecar received.
+2. The sidecar is asked whether the stream is connected: only the sidecar can see that both sides, or neither, bind an
+   address.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ OLDEST: Final[Mapping[str, tuple[int, int]]] = {"vllm": (0, 9), "sglang": (0, 5)
 """The oldest version whose events the adapters read."""
 
 CACHED_FLAG: Final[Mapping[str, str]] = {"vllm": "--enable-prompt-tokens-details", "sglang": "--enable-cache-report"}
-"""What makes an engine report cached tokens."""
+"""By kind of engine: the option with which it reports cached tokens."""
 
 CACHING_FLAG: Final[Mapping[str, str]] = {
     "vllm": "start it with --enable-prefix-caching",
     "sglang": "start it without --disable-radix-cache",
 }
-"""What makes an engine keep prefixes."""
+"""By kind of engine: what to do so that it keeps prefixes."""
 
 _CONFIG_INFO: Final = "vllm:cache_config_info"
 _VERSION: Final = re.compile(r"(\d{1,4})\.(\d{1,4})")
 
 
 class EngineFacts(NamedTuple):
-    """What an engine tells of itself; what it does not tell is "", 0 or None.
+    """An engine's facts about itself; a fact that it does not report is "", 0 or None.
 
-    `sources` are its event sockets by rank; empty when it says that it publishes nothing.
+    `sources` are its event sockets by rank; the mapping is empty when the engine reports that it publishes nothing.
     """
 
     alive: bool
@@ -56,7 +56,7 @@ class EngineFacts(NamedTuple):
 
 
 async def read_facts(ask: Asker, config: EngineConfig) -> EngineFacts:
-    """Ask an engine; never raises for what it answers."""
+    """Ask an engine for its facts; no answer of the engine makes this raise."""
     if not (await ask.get(f"{config.url}/health")).good:
         return EngineFacts(False)
     models = (await ask.get(f"{config.url}/v1/models")).body.get("data")
@@ -93,16 +93,16 @@ async def _of_sglang(ask: Asker, config: EngineConfig, facts: EngineFacts) -> En
 
 
 def _by_rank(sources: Sequence[EventSource] | None) -> Mapping[int, EventSource] | None:
-    """The sources that an engine tells, by rank; None when it does not know the question.
+    """Return the sources that an engine reports, by rank; None when it does not know the question.
 
-    Taken from `describe`. `discover` would also try who binds, by connecting: to a socket that the sidecar binds that
-    would be a peer that came and went.
+    They come from `describe`. `discover` would also connect to each address to find out who binds it, and a socket that
+    the sidecar binds would take that for an engine that came and went.
     """
     return None if sources is None else {source.rank: source for source in sources}
 
 
 def check_engine(node: str, config: EngineConfig, facts: EngineFacts) -> list[Finding]:
-    """Whether it answers, is of a known version, and keeps prefixes."""
+    """Check that the engine answers, has a known version, and keeps prefixes."""
     if not facts.alive:
         what = f"{config.kind} at {config.url} does not answer"
         return [fault(node, "engine", what, "start it, or correct engine.url")]
@@ -129,7 +129,7 @@ def _version(node: str, config: EngineConfig, facts: EngineFacts) -> Finding:
 def check_events(
     node: str, config: EngineConfig, facts: EngineFacts, streams: Mapping[str, Mapping[str, Any]]
 ) -> list[Finding]:
-    """Whether events are on, reach the sidecar, and can be replayed; `streams` is what the sidecar tells of them."""
+    """Check that events are on, reach the sidecar, and can be replayed; `streams` is the sidecar's state of them."""
     if facts.sources is not None and not facts.sources and not config.events:
         return [fault(node, "events", "the engine publishes no KV-cache events", KINDS[config.kind].how_to_publish)]
     if facts.sources is not None and not facts.sources and not is_tap(config.events) and config.kind == "vllm":
@@ -147,7 +147,7 @@ def check_events(
 
 
 def followed(config: EngineConfig, facts: EngineFacts) -> Mapping[int, EventSource]:
-    """Where the sidecar looks for events, by rank."""
+    """Return the sources from which the sidecar takes events, by rank."""
     if not config.events:
         return facts.sources or {}
     if is_tap(config.events):
@@ -187,7 +187,7 @@ def _check_stream(
 
 
 def _unconnected(node: str, config: EngineConfig, source: EventSource, told: EventSource | None) -> Finding:
-    """Why nobody is at the other end."""
+    """Return the finding that says why a stream has no engine at its other end."""
     if is_tap(source.endpoint):
         fix = "start the engine with PREFIXROUTE_TAP set to this address"
         return fault(node, "events", f"nobody serves {source.endpoint}", fix)
@@ -210,7 +210,7 @@ def _unconnected(node: str, config: EngineConfig, source: EventSource, told: Eve
 
 
 def _ends(config: EngineConfig, source: EventSource) -> Address:
-    """The consumer's end of a source."""
+    """Return the consumer's end of a source."""
     hosts = KINDS[config.kind].follower.engine.binding_hosts
     return live_address(source.endpoint, source.host, hosts, source.bind)
 

@@ -1,9 +1,9 @@
-"""What ``prefixroute doctor CONFIG...`` does: it examines running nodes and says what to change, a finding a line.
+"""``prefixroute doctor CONFIG...``: it examines running nodes and says what to change, a finding a line.
 
 Rules:
-1. It only asks, over HTTP, as any client may; its probes are served like other prompts. Nothing is changed.
-2. Give the configurations of all nodes where you have them. Of a peer without one only what can be asked of its sidecar
-   is examined, and its sidecar is found by what the others have heard.
+1. The doctor only asks, over HTTP, as any client may; its probes are served like other prompts. Nothing is changed.
+2. Give the configurations of all nodes where you have them. For a peer without a configuration the doctor checks only
+   what the peer's sidecar answers, and finds that sidecar by the addresses that other nodes have heard.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .peer_checks import (
 )
 
 HERE: Final = "here"
-"""The node of findings about the doctor's own environment."""
+"""The node name in findings about the doctor's own environment."""
 
 _TIMEOUT_S: Final = 60.0
 _REQUIRED: Final = re.compile(r"^([\w.-]+)>=([\d.]+)(?:\s*;.*)?$")
@@ -65,7 +65,7 @@ async def _run(configs: Sequence[SidecarConfig], patience_s: float) -> list[Find
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """The findings as JSON has them."""
+    """Return the findings as plain JSON values."""
     return {"healthy": not failed(findings), "findings": [finding._asdict() for finding in findings]}
 
 
@@ -96,7 +96,7 @@ async def examine(configs: Sequence[SidecarConfig], client: httpx.AsyncClient, p
     if others:
         read = await check_tokenizers(ask, first, others, models)
         found += read
-        # Who reads prompts otherwise answers otherwise, whatever its weights are.
+        # An engine with another tokenizer answers differently whatever its weights are, so it is not compared.
         alike = {finding.node for finding in read if finding.state == OK}
         found += await check_models(ask, first, [other for other in others if other.node in alike], models)
     for one in able:
@@ -109,12 +109,12 @@ async def examine(configs: Sequence[SidecarConfig], client: httpx.AsyncClient, p
 
 
 def _model(one: Visit) -> str:
-    """What an engine calls its model: the domain's word has a revision behind it, if there is one."""
+    """Return the engine's name of its model: the domain's model name without the revision behind it."""
     return one.config.domain.model if one.config else str(one.told["domain"]["model"]).partition("@")[0]
 
 
 async def _examine_node(ask: Asker, one: Visit, patience_s: float) -> list[Finding]:
-    """All that needs no other node."""
+    """Make all checks that need no other node."""
     config = one.config
     assert config is not None
     facts = await read_facts(ask, config.engine)
@@ -129,18 +129,18 @@ async def _examine_node(ask: Asker, one: Visit, patience_s: float) -> list[Findi
         probed = await check_predictions(
             ask, one, config.engine, config.domain.model, config.domain.block_size, facts, patience_s
         )
-        # Read anew: what the probes did to the stream is to be seen.
+        # The stats are read again, to see the effect of the probes on the stream.
         latest = await ask.get(f"{one.url}/prefixroute/stats")
         found += check_events(one.node, config.engine, facts, one._replace(stats=latest.body).streams)
         found += check_tokens(one._replace(stats=latest.body))
         known = {finding.check for finding in found if finding.state == FAULT}
-        # A cause that a flag has told already need not be told once more by its effect.
+        # A fault that a flag has explained already is not reported again by its effect.
         found += [finding for finding in probed if finding.state != FAULT or finding.check not in known]
     return found
 
 
 async def _peers(ask: Asker, visits: Sequence[Visit], challenge: str) -> tuple[list[Visit], list[Finding]]:
-    """Peers whose configuration was not given, as far as they have been heard of."""
+    """Visit the peers whose configuration was not given, as far as other nodes have heard of them."""
     known = {one.node for one in visits}
     found, peers = [], []
     for one in visits:
@@ -160,7 +160,7 @@ async def _peers(ask: Asker, visits: Sequence[Visit], challenge: str) -> tuple[l
 
 
 def _peers_of(one: Visit) -> list[str]:
-    """A node's peers, those that it has learnt included."""
+    """Return a node's peers, including those that it has learnt."""
     configured = [peer.node for peer in one.config.peers] if one.config else []
     state = one.stats.get("state")
     learnt = state.get("peers", ()) if isinstance(state, dict) else ()
@@ -168,14 +168,14 @@ def _peers_of(one: Visit) -> list[str]:
 
 
 def _url_of(one: Visit, peer: str) -> str:
-    """Where a peer's sidecar is, by its gossip; "" when none has come."""
+    """Return the URL of a peer's sidecar, from the peer's gossip; "" when none has come."""
     state = one.stats.get("state")
     rows = state.get("endpoints", ()) if isinstance(state, dict) else ()
     return next((row["url"] for row in rows if row["endpoint"].partition("/")[0] == peer and row["url"]), "")
 
 
 def check_packages() -> list[Finding]:
-    """Whether the packages installed here are as new as needed."""
+    """Check that the packages installed here are new enough."""
     old = []
     try:
         required = metadata.requires("prefixroute") or []

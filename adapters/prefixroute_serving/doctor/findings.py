@@ -1,7 +1,7 @@
-"""What the doctor says and how it asks: one finding a line, and HTTP that never raises for what is answered.
+"""The doctor's findings, one a line, and its HTTP questions, which never raise, whatever is answered.
 
-Rule: a fault silently makes caches overlap less than they could, or mixes what must stay apart. What may only cost
-something is a warning, and does not make the examination fail.
+Rule: a fault silently makes caches overlap less than they could, or mixes tenants that must stay apart. A problem that
+may only cost time or memory is a warning, and does not make the examination fail.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FAULT: Final = "fault"
 
 
 CONNECT_S: Final = 3.0
-"""The longest wait for a connection: a host that is gone does not even refuse one."""
+"""The longest wait for a connection, in seconds; a host that is gone does not even refuse a connection."""
 
 
 class Finding(NamedTuple):
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
     fix: str = ""
 
     def line(self) -> str:
-        """As one line of text."""
+        """Return the finding as one line of text."""
         told = f"{self.state:7}  {self.node}  {self.check}: {self.what}"
         return f"{told}; {self.fix}".replace("\n", " ") if self.fix else told.replace("\n", " ")
 
@@ -44,7 +44,7 @@ def fault(node: str, check: str, what: str, fix: str) -> Finding:
 
 
 def failed(findings: Iterable[Finding]) -> bool:
-    """Whether there is a fault among them."""
+    """Return whether there is a fault among the findings."""
     return any(finding.state == FAULT for finding in findings)
 
 
@@ -63,7 +63,7 @@ class HttpAnswer(NamedTuple):
 
 
 class Asker:
-    """Asks over HTTP; `timeout_s` is the longest wait for an answer."""
+    """Asks over HTTP; `timeout_s` is the longest wait for an answer, in seconds."""
 
     def __init__(self, client: httpx.AsyncClient, timeout_s: float) -> None:
         self.client = client
@@ -71,11 +71,11 @@ class Asker:
         self._timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
 
     async def get(self, url: str, **query: object) -> HttpAnswer:
-        """GET; the query's values as text."""
+        """Send a GET; the values of `query` are sent as text."""
         return await self._ask("GET", url, params={name: str(value) for name, value in query.items()})
 
     async def post(self, url: str, body: object, headers: Sequence[tuple[str, str]] = ()) -> HttpAnswer:
-        """POST of a JSON body."""
+        """Send a POST with a JSON body."""
         told = [("content-type", "application/json"), *headers]
         return await self._ask("POST", url, content=msgspec.json.encode(body), headers=told)
 
@@ -92,9 +92,9 @@ class Asker:
 
 
 class Visit(NamedTuple):
-    """A node that is examined: its sidecar's URL, its configuration where that was given, and what it told of itself.
+    """A node under examination: its sidecar's URL, its configuration where that was given, and its own answers.
 
-    `told` is its ``/prefixroute/domain``, `stats` its ``/prefixroute/stats``; empty when it did not answer.
+    `told` is its ``/prefixroute/domain``, `stats` its ``/prefixroute/stats``; both are empty when it did not answer.
     """
 
     node: str
@@ -105,7 +105,7 @@ class Visit(NamedTuple):
 
     @property
     def streams(self) -> Mapping[str, Mapping[str, Any]]:
-        """What is told of the engine's event streams, by rank."""
+        """The state of the engine's event streams, by rank, from `stats`."""
         streams = self.stats.get("engine_events")
         return streams if isinstance(streams, dict) else {}
 
@@ -118,7 +118,7 @@ class Visit(NamedTuple):
 
 
 async def visit(ask: Asker, node: str, url: str, config: SidecarConfig | None, challenge: str) -> Visit:
-    """Ask a sidecar what it tells of itself."""
+    """Ask a sidecar for its domain and its stats."""
     told = await ask.get(f"{url}/prefixroute/domain", challenge=challenge)
     stats = await ask.get(f"{url}/prefixroute/stats")
     return Visit(node, url, config, told.body if told.good else {}, stats.body if stats.good else {})

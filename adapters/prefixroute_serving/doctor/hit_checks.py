@@ -1,10 +1,10 @@
-"""Does the node foresee what its engine reuses: one fresh prompt twice, and once more for another tenant, or salt.
+"""Checks that a node predicts what its engine reuses: a new prompt twice, and once for another tenant or salt.
 
 Rules:
-1. A probe is a text that nobody has sent before. It is served where it lands, by this node's own engine.
-2. The stream is listened to beside the sidecar (`listen`). Where it cannot be heard from here, what the sidecar
-   predicts has to do.
-3. Where tenants are told apart the doctor is the trusted caller: its probes are of two tenants of its own.
+1. A probe is a text that nobody has sent before. This node's own engine serves it.
+2. The doctor listens to the stream beside the sidecar (`listen`). Where the stream cannot be heard from here, the
+   sidecar's prediction is the only evidence.
+3. Where tenants are told apart, the doctor acts as the trusted caller and sends its probes for two tenants of its own.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _PROBE_TOKENS: Final = 512
 _PROBE_BLOCKS: Final = 4
 _POLL_S: Final = 0.02
 TENANT: Final = "prefixroute-doctor"
-"""Whom the doctor asks for, where tenants are told apart."""
+"""The tenant that the doctor's probes name, where tenants are told apart."""
 _OTHER_TENANT: Final = "prefixroute-doctor-2"
 
 
 class ServedProbe(NamedTuple):
-    """An answered probe: what the node predicted and the engine reused, in tokens; None when it was not told."""
+    """An answered probe: the tokens that the node predicted and the engine reused; None when not reported."""
 
     answer: HttpAnswer
     predicted: int | None
@@ -43,7 +43,7 @@ class ServedProbe(NamedTuple):
 async def check_predictions(
     ask: Asker, visit: Visit, config: EngineConfig, model: str, block: int, facts: EngineFacts, patience_s: float
 ) -> list[Finding]:
-    """Send the probes to a node and judge what comes of them; `block` is the domain's block size."""
+    """Send the probes to a node and judge the results; `block` is the domain's block size in tokens."""
     text, tokens = await _fresh(ask, config, model, facts)
     if not tokens:
         what = "the engine's POST /tokenize does not answer"
@@ -64,7 +64,7 @@ async def check_predictions(
             hears = await replayed(config, facts, since, listener, patience_s)
             heard = bool(listener.stored(tokens))
         second = await _serve(ask, visit, model, text)
-        # Before the salted probe: it is of the same tokens.
+        # This runs before the salted probe, which has the same tokens.
         salted = _salt_of(visit)
         stream = judge_stream(visit.node, facts, listener, tokens, heard, salted) if hears else []
         salt = "" if caller_of(visit) else secrets.token_hex(8)
@@ -76,13 +76,13 @@ async def check_predictions(
 
 
 def caller_of(visit: Visit, tenant: str = TENANT) -> list[tuple[str, str]]:
-    """The headers of a tenant's trusted caller; none where tenants are not told apart."""
+    """Return the headers with which a trusted caller names a tenant; none where tenants are not told apart."""
     tenants = visit.config.tenants if visit.config is not None else None
     return [(tenants.header, tenant)] if tenants is not None and tenants.header else []
 
 
 def _salt_of(visit: Visit) -> str:
-    """What the engine is to cache the doctor's prompts under."""
+    """Return the salt under which the engine is to cache the doctor's prompts."""
     config = visit.config
     if config is None or config.tenants is None or not config.tenants.header:
         return ""
@@ -90,7 +90,7 @@ def _salt_of(visit: Visit) -> str:
 
 
 async def _fresh(ask: Asker, config: EngineConfig, model: str, facts: EngineFacts) -> tuple[str, list[int]]:
-    """A prompt that nobody has sent, of some blocks, and its tokens; none when the engine does not tell them."""
+    """Return a new prompt of some blocks, and its tokens; no tokens when the engine does not report them."""
     wanted = max(_PROBE_TOKENS, _PROBE_BLOCKS * facts.block_size)
     if facts.max_tokens:
         wanted = min(wanted, facts.max_tokens // 2)
@@ -118,7 +118,7 @@ async def _serve(ask: Asker, visit: Visit, model: str, text: str, salt: str = ""
 
 
 async def _streams(ask: Asker, visit: Visit) -> Mapping[str, Any]:
-    """What the sidecar tells of its streams now, by rank."""
+    """Return the present state of the sidecar's streams, by rank."""
     streams = (await ask.get(f"{visit.url}/prefixroute/stats")).body.get("engine_events")
     return streams if isinstance(streams, dict) else {}
 
@@ -135,7 +135,7 @@ def _batches(streams: Mapping[str, Any]) -> int:
 
 
 def judge_hits(node: str, config: EngineConfig, facts: EngineFacts, second: ServedProbe, grain: int) -> list[Finding]:
-    """Judge the second of two equal prompts; a difference of one `grain`, in tokens, is none."""
+    """Judge the second of two equal prompts; a difference of up to one `grain`, in tokens, is allowed."""
     predicted, cached = second.predicted, second.cached
     if cached is None:
         what = "the engine does not report cached tokens, so predictions are never corrected"
@@ -143,7 +143,8 @@ def judge_hits(node: str, config: EngineConfig, facts: EngineFacts, second: Serv
     if not cached:
         what = "a prompt that was sent twice was computed twice"
         if facts.prefix_caching:
-            # Its flag says that it keeps prefixes: a busy fleet may have evicted it, a hybrid model's unit be longer.
+            # The engine's flag says that it keeps prefixes: a busy fleet may have evicted this prompt, or a hybrid
+            # model's unit of reuse may be longer than the prompt.
             fix = "repeat this when the engine is idle; else its cache is too small to help"
             return [Finding(WARNING, node, "prefix caching", what, fix)]
         return [fault(node, "prefix caching", what, CACHING_FLAG[config.kind])]
@@ -157,7 +158,7 @@ def judge_hits(node: str, config: EngineConfig, facts: EngineFacts, second: Serv
 def judge_stream(
     node: str, facts: EngineFacts, listener: Listener, tokens: Sequence[int], heard: bool, salt: str = ""
 ) -> list[Finding]:
-    """Judge what was stored of a prompt that the engine cached under `salt`; `heard` if anything of it was."""
+    """Judge the stores of a prompt that the engine cached under `salt`; `heard` tells whether any store was heard."""
     if not heard:
         if not listener.roots:
             what = "no event came of a prompt that the engine cached"
@@ -179,7 +180,7 @@ def judge_stream(
             continue  # windows and states keep less than every block
         if facts.block_size and event.block_size != facts.block_size:
             what = f"events tell blocks of {event.block_size} tokens, the engine's own figure is {facts.block_size}"
-            # Hybrid models and context parallelism make larger blocks of the engine's own.
+            # With hybrid models and context parallelism an engine block is larger.
             state = FAULT if event.block_size % facts.block_size else WARNING
             fix = "make engine.events the sockets of the engine that engine.url names"
             found.append(Finding(state, node, "block size", what, fix))

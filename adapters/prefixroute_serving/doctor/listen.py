@@ -1,9 +1,9 @@
-"""What an engine publishes of the doctor's probes, heard beside the sidecar.
+"""Listens, beside the sidecar, to the events that an engine publishes of the doctor's probes.
 
 Rules:
-1. Live events are subscribed to where the engine binds their socket. Where the sidecar binds it, the few batches since
-   the last one that the sidecar has seen are asked of the replay socket, which the engine always binds.
-2. What cannot be heard from here (another host's ipc, a tap) is not judged.
+1. Where the engine binds the socket of live events, the doctor subscribes to it. Where the sidecar binds it, the doctor
+   asks the replay socket, which the engine always binds, for the few batches since the last that the sidecar has seen.
+2. A stream that cannot be heard from here (another host's ipc, a tap) is not judged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _END: Final = b"\xff" * 8
 
 
 class Listener:
-    """What an engine stores while this listens; `hears` is False where its sockets cannot be reached."""
+    """Collects what an engine stores while this listens; `hears` is False where its sockets cannot be reached."""
 
     def __init__(self) -> None:
         self.roots: list[BlocksStored] = []
@@ -45,11 +45,11 @@ class Listener:
         return bool(self.followers) and all(follower.stats().connected for follower in self.followers)
 
     def take(self, batch: EngineBatch) -> None:
-        """Keep what is stored at the root: there a prompt begins, and its namespace is told."""
+        """Keep the stores at the root: a prompt begins there, and only there the event names the namespace."""
         self.roots += [event for event in batch.events if isinstance(event, BlocksStored) and event.parent is None]
 
     def stored(self, tokens: Sequence[int]) -> list[BlocksStored]:
-        """What was stored of a prompt, from its beginning."""
+        """Return the stores of a prompt's beginning."""
         return [
             event for event in self.roots if event.tokens and list(event.tokens) == list(tokens[: len(event.tokens)])
         ]
@@ -90,7 +90,7 @@ async def until(condition: Callable[[], bool], patience_s: float) -> bool:
 async def replayed(
     config: EngineConfig, facts: EngineFacts, since: Mapping[int, int], listener: Listener, patience_s: float
 ) -> bool:
-    """Ask every rank for its batches from `since` on, for the listener to take; False when one does not answer."""
+    """Give the listener every rank's batches from the number in `since` on; False when a rank does not answer."""
     sources = followed(config, facts)
     if not sources or not all(rank in since and source.replay_endpoint for rank, source in sources.items()):
         return False

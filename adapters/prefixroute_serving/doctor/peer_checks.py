@@ -1,8 +1,8 @@
-"""What must be equal on two nodes: domain and secret, tokenizer, model; and what UDP carries between them.
+"""Checks between nodes: domain and secret, tokenizer and model must be equal; and UDP must reach the other node.
 
 Rules:
 1. Every node is compared with the first one, so that a finding names a node, a field and both values.
-2. Where the secrets differ no echo comes back, which says nothing about the path: it is not asked for.
+2. Nodes with different secrets return no echo, which says nothing about the path: they are not asked for echoes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROBE_TEXT: Final = (
     "The doctor's probe: naïve café, 3.14159 + 2,718 = ?\n\tdef f(x): return x ** 2  # квадрат\n"
     "日本語のテキスト  🙂 https://example.org/a?b=c&d=%20 ISO-8601: 2001-02-03T04:05:06Z"
 )
-"""Tokenizers that cut any of this otherwise are not the same."""
+"""A sample text: tokenizers that cut it differently are not the same."""
 
 PROMPTS: Final = ("The capital of France is", "1, 2, 3, 4,", "def add(a, b):\n    return", "Once upon a time")
 _ANSWER_TOKENS: Final = 8
@@ -27,15 +27,15 @@ _ANSWER_TOKENS: Final = 8
 _LOST: Final = 0.2
 _COUNT: Final = 10
 STEP_S: Final = 1.0
-"""A wall clock that was set by more than this is told."""
+"""Seconds: a larger step of the wall clock is reported."""
 
 
 _SET_BY: Final = {"model": "domain.model and domain.revision"}
-"""Where a field of a domain is set, if not by its own name."""
+"""The setting of a domain's field, where it has another name than the field."""
 
 
 def check_domains(first: Visit, others: Sequence[Visit], challenge: str) -> list[Finding]:
-    """Field by field, and the secret by its answer to the challenge."""
+    """Compare the domains field by field, and the secrets by their answers to the challenge."""
     found = [finding for visit in (first, *others) for finding in _as_configured(visit, challenge)]
     for other in others:
         if not first.told or not other.told:
@@ -48,7 +48,7 @@ def check_domains(first: Visit, others: Sequence[Visit], challenge: str) -> list
 
 
 def check_tenancy(first: Visit, others: Sequence[Visit]) -> list[Finding]:
-    """Whether the configurations that were given tell tenants apart alike; nothing is said where none does."""
+    """Check that the given configurations tell tenants apart in the same way; no finding if none of them does."""
     found, ours = [], _tenancy(first)
     for other in others:
         theirs = _tenancy(other)
@@ -63,7 +63,7 @@ def check_tenancy(first: Visit, others: Sequence[Visit]) -> list[Finding]:
 
 
 def _tenancy(visit: Visit) -> dict[str, object] | None:
-    """What decides who shares with whom; None where that is not known."""
+    """Return the settings that decide which tenants share a cache; None where they are not known."""
     tenants = visit.config.tenants if visit.config is not None else None
     if tenants is None:
         return None
@@ -73,7 +73,7 @@ def _tenancy(visit: Visit) -> dict[str, object] | None:
 
 
 def check_zones(given: Sequence[Visit]) -> list[Finding]:
-    """Whether rules between zones say what they seem to: a label is there, and all nodes have the same list."""
+    """Check the rules between zones: all nodes have the same list, and with a rule "never" every peer has a zone."""
     found: list[Finding] = []
     for visit in given:
         config = visit.config
@@ -93,19 +93,19 @@ def check_zones(given: Sequence[Visit]) -> list[Finding]:
 
 
 def _without_zone(visit: Visit) -> list[str]:
-    """Peers of which a node knows endpoints and no zone."""
+    """Return the peers of which a node knows endpoints but no zone."""
     state = visit.stats.get("state")
     rows = state.get("endpoints", ()) if isinstance(state, dict) else ()
     return sorted({row["endpoint"].partition("/")[0] for row in rows if not row["local"] and not row.get("zone")})
 
 
 def same_secret(one: Visit, other: Visit) -> bool:
-    """Whether both gave the same answer to the challenge."""
+    """Return whether both nodes gave the same answer to the challenge."""
     return bool(one.told) and bool(other.told) and one.told["check"] == other.told["check"]
 
 
 def believe(one: Visit, other: Visit) -> bool:
-    """Whether each takes what the other signs: the first of its answers is its signature."""
+    """Return whether each node accepts the other's signatures; the first of a node's answers is its signature."""
     if not one.told or not other.told:
         return False
     ours, theirs = _accepts(one), _accepts(other)
@@ -144,7 +144,7 @@ def _differing(first: Visit, other: Visit) -> list[Finding]:
 
 
 def _as_configured(visit: Visit, challenge: str) -> list[Finding]:
-    """A file that was changed after the sidecar had read it."""
+    """Report a configuration file that was changed after the sidecar had read it."""
     if visit.config is None or not visit.told:
         return []
     domain = visit.config.prefix_domain
@@ -162,7 +162,7 @@ def _as_configured(visit: Visit, challenge: str) -> list[Finding]:
 
 
 def check_clock(visit: Visit) -> list[Finding]:
-    """Steps of a node's wall clock since its sidecar began."""
+    """Report steps of a node's wall clock since its sidecar started."""
     stepped = visit.told.get("clock_stepped_s", 0.0)
     if abs(stepped) <= STEP_S:
         return [Finding(OK, visit.node, "clock", "no step since the sidecar began")]
@@ -173,7 +173,7 @@ def check_clock(visit: Visit) -> list[Finding]:
 
 
 async def check_tokenizers(ask: Asker, first: Visit, others: Sequence[Visit], models: dict[str, str]) -> list[Finding]:
-    """Whether the engines cut one text alike; `models` are the names of the model by node."""
+    """Check that the engines tokenize one text alike; `models` has the model's name by node."""
     ours = await _tokens(ask, first, models[first.node])
     if ours is None:
         what = "the engine's POST /tokenize does not answer"
@@ -204,7 +204,7 @@ async def _tokens(ask: Asker, visit: Visit, model: str) -> list[int] | None:
 
 
 async def check_models(ask: Asker, first: Visit, others: Sequence[Visit], models: dict[str, str]) -> list[Finding]:
-    """Whether the engines answer alike, greedily: names are equal where weights may not be."""
+    """Check that the engines give the same greedy answer: models of the same name may have different weights."""
     ours = await _answers(ask, first, models[first.node])
     found = []
     for other in others:
@@ -239,7 +239,7 @@ async def _answers(ask: Asker, visit: Visit, model: str) -> list[str] | None:
 
 
 async def check_udp(ask: Asker, visit: Visit, peer: str, full: int, patience_s: float) -> Finding:
-    """What comes back from a peer's gossip address, of small datagrams and of those of gossip's full size."""
+    """Check which echoes come back from a peer's gossip address: of small datagrams, and of gossip's full size."""
     small = await _share(ask, visit, peer, MIN_BYTES, patience_s)
     if small is None:
         return Finding(WARNING, visit.node, "udp", f"{peer} could not be probed", "upgrade the sidecar")
@@ -261,7 +261,7 @@ async def check_udp(ask: Asker, visit: Visit, peer: str, full: int, patience_s: 
 
 
 async def _largest(ask: Asker, visit: Visit, peer: str, full: int, patience_s: float) -> int:
-    """The largest size that comes back, within 16 bytes."""
+    """Return the largest size in bytes, to within 16, of a datagram that comes back."""
     passes, fails = MIN_BYTES, full
     while fails - passes > 16:
         middle = (passes + fails) // 2
@@ -275,7 +275,7 @@ async def _largest(ask: Asker, visit: Visit, peer: str, full: int, patience_s: f
 async def _share(
     ask: Asker, visit: Visit, peer: str, size: int, patience_s: float, count: int = _COUNT
 ) -> float | None:
-    """The share of echoes; None when the sidecar does not know the question."""
+    """Return the share of echoes that come back, 0 to 1; None when the sidecar does not know the question."""
     asked = {"peer": peer, "bytes": size, "count": count, "patience_s": patience_s}
     answer = await ask.get(f"{visit.url}/prefixroute/udp", **asked)
     sent, answered = answer.body.get("sent"), answer.body.get("answered")

@@ -1,8 +1,8 @@
-"""Certificates: what can be said of a plan without trusting the planner.
+"""Certificates: what can be proved of a plan without trusting the planner.
 
 Rules:
-1. A certificate is computed from the problem and the spans alone, by other code than that which made the plan.
-2. The lower bound holds for every placement and every routing; the upper bound of Theorem 2 for the chains of a
+1. A certificate is computed from the problem and the spans alone, by other code than the planner's.
+2. The lower bound holds for every placement and every routing. The upper bound of Theorem 2 holds for the chains of a
    placement made by CG-BP while no more requests than it was designed for are under way.
 """
 
@@ -20,29 +20,29 @@ from .spans import Placement, conservative, coverage, price_per_block
 
 
 class Certificate(NamedTuple):
-    """What holds for a plan; times are mean milliseconds a token over all concurrent requests."""
+    """The proved properties of a plan; times are mean milliseconds a token over all concurrent requests."""
 
     covered: bool
     """Every block is on a server."""
     fits: bool
     """Weights and the cache of every session fit the memory of each server."""
     ms_per_token: float
-    """All requests routed one after the other, slots counted; infinite when some do not fit."""
+    """Milliseconds when all requests are routed one after the other within the slots; infinite if some do not fit."""
     lower_bound: float
     theorem2_bound: float | None
-    """What CG-BP promises for this load, so what `adaptive` is no worse than; None when CG-BP finds no placement."""
+    """The most that CG-BP, and so `adaptive`, takes for this load; None when CG-BP finds no placement."""
 
     @property
     def gap(self) -> float:
-        """How far the plan may be from the best one, as a share of the lower bound."""
+        """The most by which the plan can be worse than the best plan, as a share of the lower bound."""
         return self.ms_per_token / self.lower_bound - 1
 
 
 def lower_bounds(problem: Problem) -> Floats:
-    """Return for each client a bound below every chain of every placement. O(n L m).
+    """Return for each client a lower bound, in milliseconds a token, of every chain of every placement. O(n L m).
 
-    A knapsack: all blocks must be run somewhere, a server that runs any of them costs its round trip once, and it runs
-    no more than it can hold beside one session.
+    The bound is a knapsack: all blocks must be run somewhere, a server that runs any of them costs its round trip once,
+    and runs no more blocks than it can hold beside one session.
     """
     most = problem.held_blocks(1).tolist()
     entry = problem.rtt_ms if problem.hop_ms is None else _cheapest_entry(problem)
@@ -62,7 +62,7 @@ def lower_bounds(problem: Problem) -> Floats:
 
 
 def _cheapest_entry(problem: Problem) -> Floats:
-    """The least that the way to each server can cost: from the client, or from any other server."""
+    """Return the least cost of reaching each server: from the client, or from any other server."""
     assert problem.hop_ms is not None
     hops = problem.hop_ms + np.diag(np.full(problem.servers, np.inf))
     cheapest: Floats = np.minimum(problem.rtt_ms / 2, hops.min(axis=0)[None, :])
@@ -70,10 +70,10 @@ def _cheapest_entry(problem: Problem) -> Floats:
 
 
 def theorem2_bound(problem: Problem, placement: Placement) -> float | None:
-    """Return the most that a token takes for any client while at most `placement.design` requests are under way.
+    """Return the most milliseconds that a token takes for any client, with `placement.design` requests at most.
 
-    It is the chain of the first servers that cover all blocks, each used from where the one before it ends. None for a
-    placement that `conservative` did not make.
+    The bound is the cost of the chain of the first servers that cover all blocks, each used from the end of the one
+    before it. None for a placement that `conservative` did not make.
     """
     if not placement.complete_after:
         return None

@@ -1,8 +1,8 @@
 """Chains: which servers run a request's blocks, one after the other, over spans that may overlap.
 
 Rules:
-1. A server is used from where the chain stands to the end of its span; that many blocks are its share, and the cache
-   slots that the session takes there.
+1. A server runs the blocks from the one at which the chain stands to the end of its span; the session takes one cache
+   slot there for each of these blocks.
 2. A link leads to a server whose span holds the next block and ends later, so ends grow along a chain and one pass in
    the order of ends finds the shortest chain.
 3. Ties go to the link that comes first, by end and then by number, so that equal input gives equal chains.
@@ -56,22 +56,22 @@ class Links:
             links += [(i, j, end - other) for other, i in ends if span.first <= other < end]
         links += [(i, n + 1, 0) for end, i in ends if end == last]
         self.links = links
-        """(from, to, blocks run at to); the client is server n as the source and n + 1 as the sink."""
+        """(from, to, blocks that `to` runs); the client is server n as the source and n + 1 as the sink."""
         self._ends = np.array(links, np.int64).reshape(-1, 3)
         self._costs: dict[tuple[str, int], list[float]] = {}
 
     def token_ms(self, client: int) -> list[float]:
-        """Return what one decoded token takes on each link."""
+        """Return the milliseconds that one decoded token takes on each link."""
         problem = self._problem
         return self._cached("token", client, problem.rtt_ms, problem.hop_ms, problem.decode_ms)
 
     def prompt_ms(self, client: int) -> list[float]:
-        """Return what the prompt takes on each link."""
+        """Return the milliseconds that the prompt takes on each link."""
         problem = self._problem
         return self._cached("prompt", client, problem.prompt_rtt_ms, problem.prompt_hop_ms, problem.prefill_ms)
 
     def request_ms(self, client: int) -> list[float]:
-        """Return what a whole request takes on each link: its prompt and all but the first of its tokens."""
+        """Return the milliseconds of a whole request on each link: its prompt, and all output tokens but the first."""
         found = self._costs.get(("request", client))
         if found is None:
             further = self._problem.output_tokens - 1
@@ -104,8 +104,8 @@ class Links:
     ) -> Chain | None:
         """Return the chain with the least sum of costs; None if there is none.
 
-        With `free` slots a link to a server that has too few of them costs its `wait` more; without `wait` it is not
-        usable. Waits add up in the cost, which is more than what they come to: the longest one.
+        With `free` slots, a link to a server with too few of them costs the server's `wait` in addition; without `wait`
+        the link is not usable. The cost adds up all waits, which overstates them: a session waits the longest one.
         """
         n = self._problem.servers
         cost_to = [math.inf] * (n + 2)
@@ -141,7 +141,7 @@ class Links:
 
 
 class Shared(NamedTuple):
-    """So many requests of a client on one chain."""
+    """A number of requests of one client on one chain."""
 
     client: int
     chain: Chain

@@ -1,7 +1,7 @@
-"""The design load: how many requests are under way at once when so many come a second.
+"""The design load: how many requests are under way at once at a given rate of arrivals.
 
-Rule: a plan is made for a number of concurrent requests, with room for chance: the mean and one standard deviation of
-Poisson arrivals, but no more than certainly fits.
+Rule: a plan is made for a number of concurrent requests: the mean plus one standard deviation of Poisson arrivals, but
+no more than certainly fits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .spans import conservative
 
 
 class DesignLoad(NamedTuple):
-    """How many requests to plan for, and why."""
+    """The number of requests to plan for, and how it was found."""
 
     requests: int
     """Requests under way at once that the plan is made for."""
@@ -29,12 +29,12 @@ class DesignLoad(NamedTuple):
 
     @property
     def capped(self) -> bool:
-        """Whether more are offered than the plan is made for, so that requests will queue."""
+        """Whether more requests are offered than the plan is made for, so that requests will queue."""
         return self.requests < math.floor(self.offered)
 
 
 def single_request_s(problem: Problem, shares: Sequence[float] | None = None) -> float:
-    """Return how long a request takes alone on a placement for one, by the share of each client.
+    """Return the seconds of a request that is alone on a placement for one request, weighted by the clients' shares.
 
     Raises `UsageError` when the model does not fit.
     """

@@ -1,10 +1,10 @@
-"""What is learnt while serving: delay and bandwidth of a link, the speed of a server, the rate of arrivals.
+"""Estimates learnt while serving: delay and bandwidth of a link, the speed of a server, the rate of arrivals.
 
 Rules:
-1. Evidence fades with time, not with the number of samples: a link that is used more is not remembered less long.
-2. Nothing known is not zero: an estimate begins with what the plan assumed, and is never below a floor.
-3. A change of load is judged by chance: counts that a steady rate would not give, in windows short and long, so that a
-   large change is seen in seconds and a small one in minutes, and a steady load hardly ever is one.
+1. Samples fade with time, not with the number of samples: a busy link is not forgotten sooner.
+2. Unknown does not mean zero: an estimate begins with the plan's assumption, and is never below a floor.
+3. The load has changed when a steady rate is very unlikely to give the counts of some window, short or long. So a large
+   change is seen in seconds and a small one in minutes, and a steady load is hardly ever taken for a change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from prefixroute.errors import UsageError
 
 UNKNOWN_RTT_MS = 300.0
-"""Round trip assumed for a link without measurements: long, so that an unknown link is not preferred."""
+"""Milliseconds of round trip assumed for an unmeasured link: long, so that an unknown link is not preferred."""
 LEAST_MS = 1e-3
 
 WINDOWS_S = (5.0, 20.0, 80.0, 320.0)
@@ -26,13 +26,13 @@ at three, a steady load would be taken for a new one every few minutes."""
 
 
 class LinkFit(NamedTuple):
-    """A link: what a step takes before its first byte, and for each byte."""
+    """A link: milliseconds of a step before its first byte, and for each byte."""
 
     delay_ms: float
     ms_per_byte: float
 
     def ms(self, payload_bytes: float) -> float:
-        """Return what a step with so many bytes takes."""
+        """Return the milliseconds of a step with so many bytes."""
         return max(self.delay_ms + self.ms_per_byte * payload_bytes, LEAST_MS)
 
 
@@ -46,8 +46,8 @@ class LinkEstimate:
     ) -> None:
         self._fade_s = fade_s
         self._at = now
-        # Sums of weight, x, x^2, y, x y. The prior becomes a sample with the first payload: of the bandwidth it says
-        # nothing until payloads differ.
+        # Sums of weight, x, x^2, y, x y. The prior becomes a sample with the first payload: it says nothing of the
+        # bandwidth until payloads differ.
         self._sums = [0.0] * 5
         self._prior_weight = prior_weight
         self.fit = prior or LinkFit(UNKNOWN_RTT_MS, 0.0)
@@ -66,7 +66,7 @@ class LinkEstimate:
         n, sx, sxx, sy, sxy = self._sums
         spread = sxx - sx * sx / n
         slope = self.fit.ms_per_byte
-        # With payloads all alike the bandwidth cannot be told from the delay: it stays what it was.
+        # With equal payloads the bandwidth cannot be told from the delay: the bandwidth stays as it was.
         if spread > 1e-6 * sxx and sxx > 0:
             slope = max((sxy - sx * sy / n) / spread, 0.0)
         self.fit = LinkFit(max((sy - slope * sx) / n, 0.0), slope)
@@ -91,7 +91,7 @@ class Fading:
 
 
 class RateWatch:
-    """Arrivals against the rate that is planned for. An arrival costs O(1), a check O(arrivals of the windows)."""
+    """Compares arrivals with the planned rate. An arrival costs O(1), a check O(arrivals in the windows)."""
 
     __slots__ = ("_begin", "_since", "_times", "planned_per_s")
 
@@ -107,27 +107,27 @@ class RateWatch:
             self._times.popleft()
 
     def changed(self, now: float) -> float | None:
-        """Return about the rate seen lately if the planned one does not explain it, else None."""
+        """Return an estimate of the recent rate if the planned rate does not explain the arrivals, else None."""
         for window in WINDOWS_S:
             if now - self._since < window:
                 break
             seen = self._count(now - window)
             expected = self.planned_per_s * window
-            # Few are expected at a low rate; then chance has a longer tail than its deviation says.
+            # At a low rate few arrivals are expected, and Poisson counts then have a longer tail than a normal one.
             room = DEVIATIONS * math.sqrt(expected) + DEVIATIONS
             if abs(seen - expected) > room:
                 self._begin = now - window
-                # Few arrivals overstate what made them conspicuous; `refined` corrects it while more come.
+                # A few arrivals that look unlikely overstate the rate; `refined` corrects it while more come.
                 likely = seen - math.sqrt(seen) if seen > expected else seen
                 return max(likely / window, 1.0 / WINDOWS_S[-1])
         return None
 
     def plan_for(self, rate_per_s: float, now: float) -> None:
-        """Take a rate as planned from now on; what came before counts no more."""
+        """Take a rate as planned from now on; earlier arrivals no longer count."""
         self.planned_per_s, self._since = rate_per_s, now
 
     def refined(self, now: float) -> float:
-        """Return the rate since the last change began to show: better than what few arrivals said at first."""
+        """Return the rate since the last change began to show: more exact than the first estimate from few arrivals."""
         begin = max(self._begin, now - WINDOWS_S[-1])
         if now - begin < WINDOWS_S[0]:
             return self.planned_per_s

@@ -1,12 +1,12 @@
 """Exact placement: two mixed-integer models of placement and routing together. Needs the extra `milp`.
 
 Rules:
-1. The block-flow model is the default: a variable for each server and block, whatever the number of requests. It lets a
-   request leave a server before the end of its span, so its optimum is a bound below the other model's; on all
-   instances that were tried they are equal.
+1. The block-flow model is the default: it has a variable for each server and block, whatever the number of requests. A
+   request may leave a server before the end of its span, so its optimum is a lower bound of the other model's; on all
+   instances that were tried the two are equal.
 2. The request model is the published one: a route of each request over every pair of servers. Its relaxation is useless
-   as a bound and it grows with the requests; it is here to compare with.
-3. The heuristic's plan is the start, so an answer is never worse than that plan, however little time there is.
+   as a bound, and its size grows with the requests; it is here for comparison.
+3. The solver starts from the heuristic's plan, so its answer is never worse than that plan, however short the time.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Formulation = Literal["block-flow", "request"]
 
 
 class Exact(NamedTuple):
-    """The best placement found, its mean milliseconds a token over all requests, and what no placement is below."""
+    """The best placement found, its mean milliseconds a token over all requests, and a bound below all placements."""
 
     placement: Placement
     ms_per_token: float
     bound: float
     status: Status
-    """"optimal": proven within the gap that was asked; "feasible": the time was up."""
+    """"optimal": proved within the requested gap; "feasible": the time ran out."""
     solver: Solver
 
     @property
     def gap(self) -> float:
-        """What may be left to gain, as a share of the bound."""
+        """The most that a better placement could gain, as a share of the bound."""
         return self.ms_per_token / self.bound - 1 if self.bound > 0 else math.inf
 
 
@@ -57,9 +57,9 @@ def solve_exact(
 ) -> Exact:
     """Find the best placement and routing of all concurrent requests together, or the best that the time allows.
 
-    `start` defaults to the plan of `adaptive`. With `use_bound` the solver is told the knapsack bound, which on many
-    fleets is the optimum and ends the proof at once. For the hub topology alone. Raises `UsageError` for another one,
-    for a model that does not fit, and when no solver is installed.
+    `start` defaults to the plan of `adaptive`. With `use_bound` the solver gets the knapsack bound, which on many
+    fleets is the optimum and ends the proof at once. Only the hub topology is supported. Raises `UsageError` for
+    another topology, for a model that does not fit, and when no solver is installed.
     """
     if problem.hop_ms is not None:
         raise UsageError("exact placement is for the hub topology: leave hop_ms out, or use adaptive placement")
@@ -131,7 +131,7 @@ class _BlockFlow:
                 for _ in range(hop.blocks):
                     values[self.y[client, hop.server, b]] += requests
                     b += 1
-        # A request may enter where another one of its client goes on.
+        # A request may enter a server at the block to which another request of its client goes on.
         for (c, j, b), at in self.e.items():
             before = values[self.y[c, j, b - 1]] if b else 0.0
             values[at] = max(values[self.y[c, j, b]] - before, 0.0)
@@ -154,7 +154,7 @@ class _Requests:
 
     def __init__(self, problem: Problem, floor: float) -> None:
         self._problem = problem
-        # A route has a link for each server at most, on which a flag and four products are not zero.
+        # A route has at most one link for each server; on a link one flag and four products are not zero.
         units = problem.concurrent * problem.servers * (4.0 * (problem.blocks + 1) + 1)
         self.model = model = LinearModel(floor, units)
         most = problem.held_blocks(1).tolist()
@@ -179,7 +179,7 @@ class _Requests:
                 into = [(self.f[r, i, j], 1.0) for i in (n, *servers) if i != j]
                 model.row([*into, *((self.f[r, j, k], -1.0) for k in (*servers, n + 1) if k != j)], 0, 0)
         for j in servers:
-            # What a request runs at j: the end of its span less where the chain stands.
+            # The blocks that a request runs at j: the end of j's span, minus the block at which the chain stands.
             run = [
                 (at, sign * problem.session_bytes)
                 for (_, _, to), four in self.products.items()
@@ -196,7 +196,7 @@ class _Requests:
         used = self.f[r, i, j] = model.variable(1, float(problem.rtt_ms[c, j]))
         first, count = model.variable(top + 1, work), model.variable(top, work)
         if i == n:
-            # The source ends at block 0: its product is a constant 0, and that with its one block is f.
+            # The source ends at block 0, so its first product is constantly 0; it has one block, so the second is f.
             before, width = model.variable(0, -work), model.variable(1, -work)
             model.row([(width, 1), (used, -1)], 0, 0)
             model.row([(first, 1)], 1)

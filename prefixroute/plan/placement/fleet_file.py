@@ -1,7 +1,7 @@
 """FLEET.toml: the servers, clients and model of ``prefixroute plan place``, read and checked.
 
-The tables of a file are the classes below, their fields the keys; an unknown key is refused. Memory is in GB of 10^9
-bytes, times are in milliseconds.
+The classes below are the tables of a file, and their fields are its keys; an unknown key is refused. Memory is in GB of
+10^9 bytes, times are in milliseconds.
 
 Rule: an error names the file, the line, and what to write instead.
 """
@@ -23,7 +23,7 @@ GB = 1e9
 
 
 class FleetModel(FileTable, frozen=True):
-    """Equal blocks: how many, the weights of one, and what one keeps in cache of a token."""
+    """The model's equal blocks: how many, the weights of one in GB, and the cache bytes of one token in one block."""
 
     blocks: int
     block_gb: float
@@ -32,7 +32,7 @@ class FleetModel(FileTable, frozen=True):
 
 
 class FleetWorkload(FileTable, frozen=True):
-    """Lengths, and the load: arrivals a second, or requests under way at once."""
+    """Lengths in tokens, and the load: arrivals a second, or requests under way at once."""
 
     prompt_tokens: int
     output_tokens: int
@@ -42,7 +42,7 @@ class FleetWorkload(FileTable, frozen=True):
 
 
 class FleetServer(FileTable, frozen=True):
-    """One machine, or `count` like it. `prefill_ms` is of any prompt, `prefill_ms_per_token` comes on top."""
+    """One machine, or `count` equal ones; in one block a prompt takes `prefill_ms`, plus `prefill_ms_per_token`."""
 
     name: str
     site: str
@@ -55,7 +55,7 @@ class FleetServer(FileTable, frozen=True):
 
 
 class FleetClient(FileTable, frozen=True):
-    """Where requests come from, and what share of them (any unit: shares are divided by their sum)."""
+    """A source of requests, and its share of them (in any unit: shares are divided by their sum)."""
 
     name: str
     site: str
@@ -63,7 +63,7 @@ class FleetClient(FileTable, frozen=True):
 
 
 class FleetNetwork(FileTable, frozen=True):
-    """The round trip inside a site, and what each step costs on top of it: serialisation, copies, queues."""
+    """The round trip inside a site, and the cost of each step in addition: serialisation, copies, queues."""
 
     inside_ms: float = 0.5
     overhead_ms: float = 0.0
@@ -79,7 +79,7 @@ class FleetLink(FileTable, frozen=True):
 
 
 class FleetFile(FileTable, frozen=True):
-    """A whole file. With "hub" the client relays between servers, with "chain" they pass on to each other."""
+    """A whole file; with "hub" the client relays between servers, with "chain" servers pass tokens to each other."""
 
     model: FleetModel
     workload: FleetWorkload
@@ -92,10 +92,10 @@ class FleetFile(FileTable, frozen=True):
 
 
 class Fleet(NamedTuple):
-    """A fleet file and what it describes, with J servers and C clients."""
+    """A fleet file, and the problem that it describes, with J servers and C clients."""
 
     file: FleetFile
-    """The file as it stands."""
+    """The file's contents."""
     servers: tuple[str, ...]
     """Names of the servers, in the order of the problem's arrays. Length J."""
     clients: tuple[str, ...]
@@ -103,7 +103,7 @@ class Fleet(NamedTuple):
     problem: Problem
     """The problem at the file's load."""
     load: DesignLoad
-    """Requests under way at once, and how they were found."""
+    """The design load: requests under way at once, and how that number was found."""
     raw_rtt_ms: Floats
     """Milliseconds of the round trips between clients and servers, without overheads. Shape (C, J)."""
 
@@ -155,7 +155,7 @@ def _check(file: FleetFile, source: Source) -> None:
 
 
 def _names(file: FleetFile) -> list[tuple[str, FleetServer]]:
-    """Every machine with its own name: a row with a count stands for several."""
+    """Return every machine with a name of its own; a row with a count stands for several machines."""
     return [
         (server.name if server.count == 1 else f"{server.name}-{i}", server)
         for server in file.servers

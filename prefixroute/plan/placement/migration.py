@@ -1,10 +1,10 @@
-"""From one placement to another while requests are served: who moves next, so that no block is ever without a server.
+"""From one placement to another while requests are served: which server moves next, so that every block keeps a server.
 
 Rules:
 1. A server that moves serves nothing from the moment it is told to drain until it has loaded its new span.
-2. Moves go on side by side as long as every block stays on a server that serves, and no more blocks are loaded at once
-   than the bound; a server whose own span is larger than the bound moves alone.
-3. Servers that are alike are not told apart: spans are dealt among them so that most stay where they are.
+2. Moves run in parallel as long as every block stays on a serving server, and no more blocks are loaded at once than
+   the bound; a server whose own span is larger than the bound moves alone.
+3. Servers that are alike may exchange their target spans, so that most spans stay where they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .spans import coverage
 
 
 class Move(NamedTuple):
-    """A server loads another span: it has `old`, if any, and must have `new`, if any."""
+    """A move: a server that holds the span `old` (or None) is to hold `new` (or None)."""
 
     server: int
     old: Span | None
@@ -28,7 +28,7 @@ class Move(NamedTuple):
 
     @property
     def loaded_blocks(self) -> int:
-        """Blocks that have to be fetched: those that it did not hold."""
+        """The number of blocks to load: those of `new` that are not in `old`."""
         if self.new is None:
             return 0
         if self.old is None:
@@ -40,9 +40,9 @@ class Move(NamedTuple):
 def deal_alike(
     problem: Problem, current: Sequence[Span | None], target: Sequence[Span | None], any_place: bool = False
 ) -> list[Span | None]:
-    """Return the target with spans exchanged among servers that are alike, so that little has to be loaded.
+    """Return the target with spans exchanged among servers that are alike, so that few blocks have to be loaded.
 
-    Servers are alike when they cost the same; with `any_place`, when they are of one kind, wherever they are.
+    Servers are alike when they cost the same; with `any_place`, when they are of one kind, at whatever place.
     O(n^2 log n).
     """
     kinds: dict[bytes, list[int]] = {}
@@ -52,7 +52,7 @@ def deal_alike(
             rows = [problem.memory_bytes[j : j + 1], problem.decode_ms[j : j + 1], problem.prefill_ms[j : j + 1]]
             rows += [problem.rtt_ms[:, j], problem.prompt_rtt_ms[:, j]]
             if problem.hop_ms is not None:
-                # Servers of one place have the same way to every other one, and their own number only differs.
+                # Servers of one place cost the same to every other server; only their own entry differs.
                 rows += [np.delete(problem.hop_ms[j], j).round(9), np.delete(problem.hop_ms[:, j], j).round(9)]
         kinds.setdefault(b"".join(row.tobytes() for row in rows), []).append(j)
     dealt = list(target)
@@ -75,9 +75,9 @@ def next_movers(
     loading: int,
     most_blocks: int,
 ) -> list[int]:
-    """Return which pending servers may leave service now, besides those that are moving with `loading` blocks.
+    """Return which pending servers may leave service now, while other servers are loading `loading` blocks.
 
-    `serving` has no span for servers that do not serve. While a block is on no server, whoever brings it may go.
+    `serving` has None for servers that do not serve. A server that will bring a block that no server has may always go.
     """
     held = coverage(problem, serving)
     movers = []
@@ -104,7 +104,7 @@ def _mask(problem: Problem, spans: Iterable[Span | None]) -> NDArray[np.int64]:
 
 
 class Migration(NamedTuple):
-    """Steps of moves; the spans after them; and the moves that would open a gap, which were left out."""
+    """Steps of moves, the spans after all steps, and the moves left out because they would open a gap."""
 
     steps: tuple[tuple[Move, ...], ...]
     spans: tuple[Span | None, ...]
@@ -120,8 +120,8 @@ def plan_migration(
 ) -> Migration:
     """Plan the steps from one placement to another; servers early in `order` go first.
 
-    Every block that is on a server at the start, or after a step, stays on one that serves through all later steps. The
-    servers of a step move side by side, and load no more than `most_blocks` together, or are one.
+    Every block that is on a server at the start, or after a step, stays on a serving server through all later steps.
+    The servers of a step move in parallel and together load at most `most_blocks`, unless the step is a single server.
     """
     dealt = deal_alike(problem, current, target)
     rank = {j: at for at, j in enumerate(order)}

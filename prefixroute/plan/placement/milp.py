@@ -1,9 +1,9 @@
-"""Mixed-integer linear models, and the two solvers that take them: OR-tools' CP-SAT, and HiGHS through SciPy.
+"""Mixed-integer linear models, and the two solvers for them: OR-tools' CP-SAT, and HiGHS through SciPy.
 
 Rules:
-1. A model is lists of numbers; both solvers read the same one.
-2. CP-SAT takes whole numbers: costs are rounded to a millionth of the largest, which the bound allows for, and rows of
-   fractions to a part in 10^9, upwards in what they forbid no more than the planners' own rounding.
+1. A model is lists of numbers; both solvers read the same model.
+2. CP-SAT takes whole numbers. Costs are rounded to a millionth of the largest, and the bound allows for that. Rows of
+   fractions are rounded to a part in 10^9, upwards in what they forbid no more than the planners' own rounding.
 3. Solvers are extras, imported when used; a missing one is a UsageError that says what to install.
 """
 
@@ -36,7 +36,7 @@ class Constraint(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """What a solver found; without a solution `values` is empty and `cost` infinite. `bound` is below all solutions."""
+    """A solver's result: no solution costs less than `bound`; without one `values` is empty and `cost` infinite."""
 
     status: Status
     values: tuple[float, ...]
@@ -52,9 +52,9 @@ class LinearModel:
 
     def __init__(self, floor: float = 0.0, units: float = 0.0) -> None:
         self.floor = floor
-        """No solution costs less: known beforehand, it saves the solver the proof. 0 for nothing known."""
+        """A known lower bound of the cost, which saves the solver the proof; 0 if none is known."""
         self.units = units
-        """No solution worth having has a larger sum of variables that cost anything."""
+        """An upper bound of the sum of all variables with a cost, in any solution worth finding."""
         self.costs: list[float] = []
         self.least: list[float] = []
         self.most: list[float] = []
@@ -122,7 +122,7 @@ def _import(module: str) -> Any:
 
 
 def _whole_row(row: Constraint) -> tuple[list[int], float]:
-    """The factors of a row as whole numbers, and what they were multiplied by."""
+    """Return the factors of a row as whole numbers, and the number by which they were multiplied."""
     factors = [factor for _, factor in row.terms]
     if all(factor == round(factor) for factor in factors):
         return [round(factor) for factor in factors], 1.0

@@ -1,13 +1,13 @@
-"""The online planner: chains for requests as they come, and slow changes of the placement when the load or fleet does.
+"""The online planner: it routes requests as they come, and slowly changes the placement when load or fleet change.
 
 Rules:
-1. Two time scales. Routing looks at what is booked now, for each request. The placement is looked at again when the
-   rate has changed beyond chance, when servers come or go, and every `review_s` if speeds or round trips are not what
-   they were; it changes only for a gain that is worth it, or because the load does not fit.
-2. Placements change by moves of few blocks at a time, and never so that a block is without a server: see migration.py.
-3. Delays, bandwidths and speeds are what was measured, not what the plan was made with: of the last minute for routes,
-   of the last ten for the placement, so that congestion is driven around, and only what stays moves blocks.
-4. The planner holds no clock and moves nothing: `tick` returns moves, the caller carries them out and says when.
+1. There are two time scales. Each request is routed by the present bookings. The placement is reviewed when the rate
+   has changed beyond chance, when servers come or go, and every `review_s` if speeds or round trips have changed; it
+   changes only for a sufficient gain, or because the load does not fit.
+2. Placements change by moves of few blocks at a time, and no move leaves a block without a server: see migration.py.
+3. Delays, bandwidths and speeds are measured: averages over a minute for routes, over ten minutes for the placement. So
+   routes avoid congestion at once, and only lasting changes move blocks.
+4. The planner holds no clock and moves nothing: `tick` returns moves, the caller carries them out and reports them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class OnlineSettings:
     """How quickly the planner learns, and when it moves blocks."""
 
     review_s: float = 60.0
-    """Seconds between two reviews of the placement, if anything was learnt in between."""
+    """Seconds between two reviews of the placement, if there were measurements in between."""
     retry_s: float = 5.0
-    """Seconds between reviews during the `review_s` after a change of the rate: the rate is known better each time."""
+    """Seconds between reviews in the first `review_s` after a change of the rate, whose estimate still improves."""
     least_gain: float = 0.05
     """Share of a token's time, 0 to 1, that a new placement must save to be worth its moves."""
     headroom: float = 0.05
-    """Share of a token's time that room for more sessions may cost at the present load. The placement is made for twice
-    the load, and twice that, while it costs no more: a load that jumps then needs no move."""
+    """Share of a token's time that room for more sessions may cost at the present load. Within that cost the placement
+    is made for twice the load, four times the load and so on, so that a jump of the load needs no move."""
     blocks_per_step: int = 16
     """Blocks that may be loading at once over all servers; a server with a larger span moves alone."""
     horizon_s: float = 600.0
@@ -51,9 +51,9 @@ class OnlineSettings:
     fade_s: float = 60.0
     """Seconds over which measurements are averaged for routes."""
     known_within: float = 0.05
-    """Share by which an estimate may be off before routes are priced anew."""
+    """Share by which an estimate may differ from the prices in use before routes are priced anew."""
     token_bytes: float = 0.0
-    """Bytes that a step carries for a decoded token; with 0 all that is learnt of a link is taken as its delay."""
+    """Bytes that a step carries for a decoded token; with 0 all measured time of a link counts as delay."""
     prompt_bytes: float = 0.0
     """Bytes that a step carries for a prompt."""
 
@@ -65,7 +65,7 @@ class OnlineSettings:
 
 
 class Routed(NamedTuple):
-    """A request's chain, its expected wait for slots in seconds, and its booking, to be given back at the end."""
+    """A request's chain, its expected wait for slots in seconds, and its booking, which `finished` takes at the end."""
 
     chain: Chain
     wait_s: float
@@ -73,7 +73,7 @@ class Routed(NamedTuple):
 
 
 class _Judged(NamedTuple):
-    """A request's seconds with queues and without, and requests a second that all slots carry."""
+    """A request's seconds with and without queues, and the requests a second that all slots together carry."""
 
     whole_s: float
     served_s: float
@@ -113,15 +113,15 @@ class OnlinePlanner:
         self._learnt = self._urgent = False
         self.ledger = Ledger([0] * problem.servers)
         self.reviews = self.stuck = 0
-        """How often the placement was looked at, and how often moves were given up since each would open a gap."""
+        """How often the placement was reviewed, and how often moves were given up because each would open a gap."""
         self._serve()
 
     # --- requests ------------------------------------------------------------------------------------------
 
     def route(self, client: int, now: float, again: bool = False) -> Routed | None:
-        """Choose and book a chain; None while no chain of serving servers holds every block and has slots at all.
+        """Choose and book a chain; None while no chain of serving servers holds every block and has any slots.
 
-        Say `again` for a request that was routed before, so that it does not count as another arrival.
+        Pass `again` for a request that was routed before, so that it does not count as another arrival.
         """
         if not again:
             self._rate.arrived(now)
@@ -143,7 +143,7 @@ class OnlinePlanner:
     # --- what is learnt ------------------------------------------------------------------------------------
 
     def observe_link(self, client: int, server: int, ms: float, now: float, payload_bytes: float | None = None) -> None:
-        """Learn what one step between a client and a server took on the way, for a token unless a payload is said."""
+        """Learn the milliseconds that one step between client and server took; the payload defaults to a token's."""
         payload = self.settings.token_bytes if payload_bytes is None else payload_bytes
         self._links_ms[client][server].observe(payload, ms, now)
         fit = self._links_ms[client][server].fit
@@ -151,7 +151,7 @@ class OnlinePlanner:
         self._notice(fit.ms(self.settings.token_bytes), float(self.problem.rtt_ms[client, server]))
 
     def observe_server(self, server: int, decode_ms: float, now: float) -> None:
-        """Learn what a block and token took on a server."""
+        """Learn the milliseconds that one token took in one block on a server."""
         self._decode[server].observe(decode_ms, now)
         self._usual_decode[server].observe(decode_ms, now)
         self._notice(self._decode[server].value, float(self.problem.decode_ms[server]))
@@ -162,9 +162,9 @@ class OnlinePlanner:
     # --- the fleet -----------------------------------------------------------------------------------------
 
     def join(self, memory_bytes: float, decode_ms: float, rtt_ms: Sequence[float], now: float) -> int:
-        """Take in a new server without blocks; return its number. What it may hold is decided by the next `tick`.
+        """Take in a new server without blocks; return its number. The next `tick` decides which blocks it holds.
 
-        Raises `UsageError` for numbers that make no sense, and where servers pass on to each other.
+        Raises `UsageError` for values out of range, and in fleets whose servers pass tokens on to each other.
         """
         problem = self.problem
         if problem.hop_ms is not None:
@@ -200,7 +200,7 @@ class OnlinePlanner:
         memory[server] = 0.0
         self.problem = _with(self.problem, memory_bytes=memory)
         self.spans[server] = None
-        # Who only drains for a move serves on: there is less to spare now.
+        # Servers that only drain for a move go on serving, since the fleet has less to spare now.
         self._pending.clear()
         self._moving = {j: move for j, move in self._moving.items() if j in self._loading and j != server}
         self._loading.discard(server)
@@ -216,18 +216,18 @@ class OnlinePlanner:
     def tick(self, now: float) -> list[Move]:
         """Look at what changed, and return the moves to begin now. Call it every second or so."""
         rate = self._rate.changed(now)
-        # A migration under way is carried to its end: what is learnt meanwhile would only send servers back and forth.
+        # A migration under way is finished first: new measurements would only send servers back and forth.
         due = now - self._reviewed_at >= self.settings.review_s and self._learnt and self.settled
         if self._learnt:
             self._reprice()
-        # Less load is no haste, and a migration under way is not turned round for it.
+        # A falling load is not urgent, and does not interrupt a migration under way.
         rising = rate is not None and (rate > self._rate.planned_per_s or self.settled)
         if rate is not None:
             self._rate.plan_for(rate, now)
         if rate is not None:
             self._doubtful_until = now + self.settings.review_s
         elif now < self._doubtful_until and self.settled and now - self._reviewed_at >= self.settings.retry_s:
-            # What few arrivals told may be more than any placement carries, or less than there is.
+            # The estimate from few arrivals may be higher than any placement carries, or lower than the true rate.
             self._rate.planned_per_s = self._rate.refined(now)
             rising = True
         if rising or due or self._urgent:
@@ -235,7 +235,7 @@ class OnlinePlanner:
         return self._begin()
 
     def moved(self, server: int) -> None:
-        """Say that a server has loaded the span that a move gave it."""
+        """Note that a server has loaded the span of its move."""
         move = self._moving.pop(server, None)
         if move is None:
             raise UsageError(f"server {server} was not told to move")
@@ -249,12 +249,12 @@ class OnlinePlanner:
 
     @property
     def moving(self) -> frozenset[int]:
-        """Servers that drain or load. Requests that wait for one had better be given back and routed again."""
+        """Servers that drain or load. The caller should release requests that wait for one, and route them again."""
         return frozenset(self._moving)
 
     @property
     def settled(self) -> bool:
-        """Whether no server moves or is going to."""
+        """Whether no server is moving or about to move."""
         return not self._pending and not self._moving
 
     def _review(self, now: float) -> None:
@@ -267,7 +267,7 @@ class OnlinePlanner:
         try:
             self._pending = self._wanted()
         except UsageError:
-            # The servers that are left cannot hold the model: what they hold is kept for those that come.
+            # The remaining servers cannot hold the model: they keep their blocks until others join.
             self._pending = {}
         self.problem = with_requests(routing, self.problem.requests)
 
@@ -285,10 +285,10 @@ class OnlinePlanner:
         return {move.server: move for move in moves if move.server not in self._moving}
 
     def _pays(self, current: Sequence[Span | None], target: Sequence[Span | None]) -> bool:
-        """Whether a placement is better by enough: more than its share, and than what moving takes from those served.
+        """Return whether a placement gains more than `least_gain`, and more than the moves cost the requests served.
 
-        Servers drain for about a request's time, half of them at once, so that others wait half that time longer. Where
-        the target cannot keep up either, moving would only make the queue longer.
+        Servers drain for about a request's time, half of them at once, so that others wait half that time longer. If
+        the target cannot keep up with the load either, moving would only make the queue longer.
         """
         now, then = self._judge(current), self._judge(target)
         if not now.per_s:
@@ -301,7 +301,7 @@ class OnlinePlanner:
         return [max(each, 0) for each in self.problem.slots(spans)]
 
     def _near(self, current: Sequence[Span | None], plan: Adaptive) -> list[Span | None]:
-        """The plan with spans dealt anew, also among servers of different places if that costs little."""
+        """Return the plan's spans, exchanged among alike servers, also of different places if that costs little."""
         problem = self.problem
         loose = deal_alike(problem, current, plan.placement.spans, any_place=True)
         strict = deal_alike(problem, current, plan.placement.spans)
@@ -309,7 +309,7 @@ class OnlinePlanner:
         return loose if self._judge(loose).whole_s <= self._judge(strict).whole_s * worth else strict
 
     def _plan(self) -> Adaptive:
-        """The placement on which a request takes least time at the load of the rate."""
+        """Return the placement on which a request takes the least time at the present rate."""
         fixed = {j: span for j, span in enumerate(self.spans) if j in self._fixed and span is not None}
         self.problem = problem = at_rate(self.problem, self._rate.planned_per_s, self._shares)
         plan = adaptive(problem, fixed=fixed)
@@ -317,7 +317,7 @@ class OnlinePlanner:
         return min(plans, key=lambda each: self._judge(each.placement.spans).whole_s)
 
     def _judge(self, spans: Sequence[Span | None]) -> _Judged:
-        """What spans are worth at the load of the rate; queues count over the horizon."""
+        """Judge spans at the present rate; queues count over the horizon."""
         problem = self.problem
         links, slots = Links(problem, spans), self._slots(spans)
         crowd = max(problem.most_requests(), problem.concurrent)
@@ -331,7 +331,7 @@ class OnlinePlanner:
         return _Judged(served_s + queue / 2 / per_s, served_s, per_s)
 
     def _roomy(self, problem: Problem, plan: Adaptive, fixed: Mapping[int, Span]) -> Adaptive:
-        """A placement for the largest load, by doubling, that costs little more than `plan` at the problem's own."""
+        """Return a placement for the largest load, by doubling, that costs little more than `plan` at the load now."""
         worth = plan.assignment.ms_per_token * (1 + self.settings.headroom)
         load, most = 2 * problem.concurrent, problem.most_requests()
         while self.settings.headroom and load <= most:
@@ -344,13 +344,13 @@ class OnlinePlanner:
         return plan
 
     def _begin(self) -> list[Move]:
-        """Let servers leave service as the bound and coverage allow, and those that are idle begin to load."""
+        """Let servers leave service as the bound and coverage allow; return the moves of those that are drained."""
         loading = sum(move.loaded_blocks for move in self._moving.values())
         movers = next_movers(self.problem, self.serving(), self._pending, loading, self.settings.blocks_per_step)
         for j in movers:
             self._moving[j] = self._pending.pop(j)
         if self._pending and not self._moving:
-            # What would open a gap stays where it is, and the next review, at once, plans around it.
+            # Servers whose moves would open a gap stay; the next review, which is due at once, plans around them.
             self.stuck += 1
             self._urgent = not self._fixed
             self._fixed = set(self._pending) if self._urgent else set()
@@ -367,7 +367,7 @@ class OnlinePlanner:
     # --- costs ---------------------------------------------------------------------------------------------
 
     def _link(self, client: int, server: int, now: float) -> LinkEstimate:
-        """An estimate that begins with what the plan assumed of a token's and of a prompt's step."""
+        """Return a link's estimate, which begins with the plan's assumptions for a token's and a prompt's step."""
         token, prompt = self.settings.token_bytes, self.settings.prompt_bytes
         token_ms = float(self.problem.rtt_ms[client, server])
         prompt_ms = float(self.problem.prompt_rtt_ms[client, server])
@@ -376,7 +376,7 @@ class OnlinePlanner:
         return LinkEstimate(now, fit, self.settings.fade_s)
 
     def _reprice(self) -> None:
-        """Take what was measured lately as the costs of the problem."""
+        """Take the recent measurements as the costs of the problem."""
         problem, settings = self.problem, self.settings
         fits = [[estimate.fit for estimate in row] for row in self._links_ms]
         rtt = np.array([[fit.ms(settings.token_bytes) for fit in row] for row in fits])
@@ -397,7 +397,7 @@ class OnlinePlanner:
 
 
 def _priced(problem: Problem, rtt_ms: Floats, decode_ms: Floats, prompt_rtt_ms: Floats | None = None) -> Problem:
-    """The problem at other prices; prices of prompts change as those of tokens do, unless given."""
+    """Return the problem at other prices; prices of prompts change in proportion to those of tokens, unless given."""
     if prompt_rtt_ms is None:
         prompt_rtt_ms = np.maximum(problem.prompt_rtt_ms + rtt_ms - problem.rtt_ms, 0.0)
     prefill = problem.prefill_ms * decode_ms / problem.decode_ms
@@ -405,7 +405,7 @@ def _priced(problem: Problem, rtt_ms: Floats, decode_ms: Floats, prompt_rtt_ms: 
 
 
 def _with(problem: Problem, **changes: Floats | tuple[int, ...]) -> Problem:
-    """The problem with other arrays, none of which can be changed."""
+    """Return the problem with other arrays, which are made read-only."""
     for value in changes.values():
         if isinstance(value, np.ndarray):
             if not np.isfinite(value).all() or (value < 0).any():

@@ -1,11 +1,12 @@
 """The baseline: how PETALS places blocks and routes, from its published code and the simulator of its challengers.
 
 Rules:
-1. Only what decides where blocks are and which way a request goes is here, none of it in our words' place: a server
-   announces its throughput, a joiner takes the window that is served worst, a client takes the way it thinks shortest.
-2. Both memory rules can be had: the real one reserves a fixed cache a block whatever the load; the lenient one lets
-   sessions use all memory that is left.
-3. No delay is added to either side that the other does not have.
+1. Here are only the rules that decide where blocks are and which servers a request takes: a server announces its
+   throughput, a joining server takes the window of blocks that is served worst, a client takes the route that it
+   believes shortest.
+2. There are two memory rules: the real rule reserves a fixed cache for each block, whatever the load; the lenient rule
+   lets sessions use all memory that is left.
+3. Both sides of a comparison have the same added delays.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from .slots import Ledger
 from .spans import Placement, least_window
 
 STEP_MS = 18.0
-"""Serialisation that a client adds to each step of a way."""
+"""Milliseconds of serialisation that a client adds to each step of a route."""
 FULL_MS = 10_000.0
-"""What a client adds for a server without room for another session."""
+"""Milliseconds that a client adds for a server without room for another session."""
 OWN_SHARE = 1.0 + 1e-3
 BALANCED = 0.75 - 1e-3
-"""A server moves when the least served block has less than this share of what it would have after the move."""
+"""A server moves when the least throughput of any block is below this share of the least one after the move."""
 
 HIDDEN_SIZE = 14336
 RESERVE_BYTES = 2 * 2.0**30
@@ -39,17 +40,17 @@ CACHED_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class PetalsSettings:
-    """What PETALS keeps of memory, for a model of this width; `lenient` lets sessions use all memory that is left."""
+    """The memory that PETALS reserves, in bytes, for a model of this width."""
 
     hidden_size: int = HIDDEN_SIZE
     reserve_bytes: float = RESERVE_BYTES
-    """For a width of 14,336, and in proportion for others."""
+    """Bytes for a width of 14,336; other widths reserve in proportion."""
     lenient: bool = False
-    """No reserve, and all memory left is cache."""
+    """True: there is no reserve, and sessions may use all memory that is left as cache."""
 
     @property
     def cache_bytes(self) -> float:
-        """Cache kept for each block that a server holds."""
+        """Bytes of cache reserved for each block that a server holds."""
         return 2.0 * self.hidden_size * CACHED_TOKENS * 2
 
     def held_blocks(self, problem: Problem) -> list[int]:
@@ -68,18 +69,18 @@ class PetalsSettings:
 
 @dataclass(frozen=True, slots=True)
 class PetalsRates:
-    """What servers measure of themselves, a second: forward passes of tokens through one block, and network round."""
+    """Rates that servers measure of themselves: tokens a second through one block, and over the network."""
 
     forward: tuple[float, ...]
     network: tuple[float, ...]
 
     def announced(self, server: int, blocks: int) -> float:
-        """Return the throughput that a server announces with so many blocks: half of them are run on average."""
+        """Return the throughput that a server with so many blocks announces: a request runs half of them on average."""
         return min(self.forward[server] / ((blocks + 1) / 2), self.network[server])
 
 
 def rates_of(problem: Problem) -> PetalsRates:
-    """Return rates for servers that nobody measured: about fifty tokens of a batch in the time of one alone.
+    """Return rates for unmeasured servers: a batch of about fifty tokens takes the time of a single token.
 
     The two published profiles have 45 and 56, and 3,000 and 3,100 a second for the network.
     """
@@ -116,9 +117,10 @@ def place_petals(
 def should_move(
     problem: Problem, spans: Sequence[Span | None], server: int, rates: PetalsRates, rng: random.Random
 ) -> Span | None:
-    """Return the span that a server should move to, None to stay. It never opens a gap.
+    """Return the span to which a server should move, None to stay. The move never leaves a block without a server.
 
-    The move is judged after all others have moved in turn, until none would: the least served block must gain a third.
+    The move is judged after all other servers have moved in turn, until none would: the worst served block must gain a
+    third.
     """
     own = spans[server]
     served = throughputs(problem, spans, rates)
@@ -144,7 +146,7 @@ def should_move(
 
 
 def _settle(served: Floats, spans: list[Span | None], rates: PetalsRates, rng: random.Random, rounds: int = 20) -> None:
-    """Let all servers move in random order until none does; rounds are limited, since ties can circle."""
+    """Let all servers move in random order until none does; rounds are limited, since ties can go on for ever."""
     order = [j for j, span in enumerate(spans) if span is not None]
     for _ in range(rounds):
         moved = False
@@ -164,7 +166,7 @@ def _settle(served: Floats, spans: list[Span | None], rates: PetalsRates, rng: r
 
 
 class PetalsRouter:
-    """A client's way of routing: shortest by its own view of delays, blind to waits but for servers that are full."""
+    """A client's routing: the shortest path by its own view of delays, which counts no waits except at full servers."""
 
     __slots__ = ("_capacity", "_costs", "_links", "_servers")
 

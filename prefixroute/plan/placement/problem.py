@@ -1,9 +1,10 @@
-"""What a placement is planned for: servers, clients, a model of equal blocks, and the round trips between them.
+"""A placement problem: servers, clients, a model of equal blocks, and the round trips between them.
 
 Rules:
-1. A *block* is a transformer block of the model here, numbered from 1; a *span* is a run of blocks on one server.
-2. Times are in milliseconds and memory is in bytes, and every name says so. What is per block, per token or per prompt
-   is said beside the field.
+1. In this folder a *block* is a transformer block of the model, numbered from 1; a *span* is consecutive blocks on one
+   server.
+2. Times are in milliseconds and memory is in bytes, and every name says so. The text at a field says whether it is per
+   block, per token or per prompt.
 3. Nothing is guessed: an unknown round trip, or a time that is not above zero, is refused. Otherwise a hop would be
    free, and every plan would go through it.
 """
@@ -96,7 +97,7 @@ class Problem:
         hop_ms: Matrix | None = None,
         prompt_hop_ms: Matrix | None = None,
     ) -> Problem:
-        """Check and build a problem; what concerns prompts defaults to what concerns tokens. Raises `UsageError`."""
+        """Check and build a problem; values of prompts default to those of tokens. Raises `UsageError`."""
         n, clients = len(memory_bytes), len(requests)
         if blocks < 1 or output_tokens < 1 or n < 1 or clients < 1:
             raise UsageError("a placement needs blocks, output_tokens, servers and clients, one of each at least")
@@ -146,7 +147,7 @@ class Problem:
         return sum(self.requests)
 
     def held_blocks(self, sessions: int) -> NDArray[np.int64]:
-        """Return the blocks that each server can hold with the cache of so many sessions on every one of them."""
+        """Return how many blocks each server can hold beside the cache of so many sessions in every block."""
         room = self.memory_bytes / (self.block_bytes + sessions * self.session_bytes)
         return np.minimum(np.floor(room + ROUNDING).astype(np.int64), np.minimum(self.most_blocks, self.blocks))
 
@@ -158,18 +159,18 @@ class Problem:
         ]
 
     def most_requests(self) -> int:
-        """Return a load that certainly fits (0 if none is certain): each server may waste less than one block of it."""
+        """Return a number of requests that certainly fits, 0 if none; a server may waste less than one block of it."""
         spare = float(self.memory_bytes.sum()) - self.block_bytes * (self.blocks + self.servers)
         return max(math.floor(spare / (self.session_bytes * (self.blocks + self.servers)) + ROUNDING), 0)
 
     def missing_bytes(self, sessions: int = 1) -> float:
-        """Return the memory that the model lacks when every server keeps room for so many sessions; 0 if it fits."""
+        """Return the bytes that are missing for the model when every server reserves so many sessions; 0 if it fits."""
         lacking = self.blocks - int(self.held_blocks(sessions).sum())
         return max(lacking, 0) * (self.block_bytes + sessions * self.session_bytes)
 
 
 def _array(name: str, values: Vector | Matrix, shape: tuple[int, ...], least: float | None) -> Floats:
-    """The values as an array that nobody can change; above zero where `least` is None."""
+    """Return the values as a read-only array; they must be above zero where `least` is None."""
     try:
         array = np.array(values, np.float64)
     except ValueError:

@@ -1,9 +1,9 @@
 """The reservation ledger: which cache slots of which server are taken until when, and how long a new session waits.
 
 Rules:
-1. A session takes its slots from the moment it is booked, though it may wait for them, until its end: who comes later
-   waits for those who came before, and no server ever runs more sessions than it has slots for.
-2. Ends are expectations. A session that is over is released; one that is late keeps its slots until then.
+1. A session takes its slots from the moment of booking to its end, even while it waits for them: a later session waits
+   for the earlier ones, and no server ever runs more sessions than it has slots for.
+2. Ends are expectations. A session that is over is released; a late session keeps its slots until it is over.
 3. Times are seconds of the caller's clock; only differences matter.
 """
 
@@ -20,11 +20,11 @@ from prefixroute.errors import UsageError
 from .chains import Hop
 
 RETRY_CAP_S = 60.0
-"""Clients that find no slot ask again after 1, 2, 4, ... seconds, at most this many."""
+"""The longest pause in seconds: clients that find no slot ask again after 1, 2, 4, ... seconds, at most this many."""
 
 
 class Booking(NamedTuple):
-    """What a session took."""
+    """The slots that a session took, and from when until when, in seconds."""
 
     session: int
     hops: tuple[Hop, ...]
@@ -37,7 +37,7 @@ class _ServerSlots:
     slots: int
     taken: int
     ends: list[tuple[float, int, int]]
-    """(end, session, slots), soonest first."""
+    """(end in seconds, session, slots), soonest first."""
 
 
 class Ledger:
@@ -62,7 +62,7 @@ class Ledger:
         return len(self._servers) - 1
 
     def set_slots(self, server: int, slots: int) -> None:
-        """Tell how many slots a server has now; those that are booked stay so. Raises `UsageError` below 0."""
+        """Set how many slots a server has now; booked slots stay booked. Raises `UsageError` below 0."""
         if slots < 0:
             raise UsageError("a server has 0 slots or more")
         mine = self._servers[server]
@@ -74,11 +74,11 @@ class Ledger:
         return len(self._booked)
 
     def sessions(self, server: int) -> int:
-        """Return how many sessions a server is booked by."""
+        """Return how many sessions are booked on a server."""
         return len(self._servers[server].ends)
 
     def wait_s(self, server: int, slots: int, now: float) -> float:
-        """Return how long until so many slots are free, when sessions end as expected; infinite if never."""
+        """Return the seconds until so many slots are free, if sessions end as expected; infinite if never."""
         mine = self._servers[server]
         if slots > mine.slots:
             return math.inf
@@ -107,7 +107,7 @@ class Ledger:
         return booking
 
     def release(self, booking: Booking) -> None:
-        """Give the slots of a session back; once is enough, and twice is no error."""
+        """Give the slots of a session back; a second call for the same booking is harmless."""
         if self._booked.pop(booking.session, None) is None:
             return
         for hop in booking.hops:
@@ -117,14 +117,14 @@ class Ledger:
             self.free[hop.server] += hop.blocks
 
     def expire(self, now: float) -> int:
-        """Release every session whose end has come, for callers whose expectations are right; return how many."""
+        """Release every session whose expected end has come, and return how many; only for callers with exact ends."""
         over = {session for mine in self._servers for session in _ended(mine.ends, now)}
         for session in over:
             self.release(self._booked[session])
         return len(over)
 
     def running(self, server: int, now: float) -> int:
-        """Return the slots of sessions that have begun and not ended."""
+        """Return the slots of a server that running sessions hold: they have begun and not ended."""
         ends = self._servers[server].ends
         return sum(held for end, session, held in ends if end > now and self._booked[session].start_s <= now)
 
@@ -133,7 +133,7 @@ class Ledger:
         return self._booked.values()
 
     def _check(self) -> None:
-        """Every sum is what the bookings say. O(all bookings)."""
+        """Assert that every sum agrees with the bookings. O(all bookings)."""
         for j, mine in enumerate(self._servers):
             held = [hop.blocks for booking in self._booked.values() for hop in booking.hops if hop.server == j]
             assert sorted(blocks for _, _, blocks in mine.ends) == sorted(held), j
@@ -150,7 +150,7 @@ def _ended(ends: Sequence[tuple[float, int, int]], now: float) -> Iterable[int]:
 
 
 def retry_wait_s(wait_s: float) -> float:
-    """Return when a client that asks again on a doubling schedule finds what is free after `wait_s`.
+    """Return when a client that asks on a doubling schedule finds slots that become free after `wait_s`, in seconds.
 
     It asks at once, then after 1, 3, 7, 15, 31, 63, 123, 183 ... seconds.
 

@@ -1,10 +1,10 @@
 """Placement: which span of blocks each server holds.
 
 Rules:
-1. A server keeps memory for the sessions that it may run, before it takes blocks: that reservation carries most of the
-   gain over placements that fill memory with weights.
-2. `conservative` (CG-BP) reserves for the whole load on every server; `adaptive` tries it with smaller reservations and
-   keeps the placement that serves the whole load best, so it is never the worse of the two.
+1. Before a server takes blocks, it reserves memory for the sessions that it may run: most of the gain over placements
+   that fill memory with weights comes from that reservation.
+2. `conservative` (CG-BP) reserves for the whole load on every server. `adaptive` tries CG-BP with smaller reservations
+   too and keeps the placement that serves the whole load best, so it is never worse than `conservative`.
 3. Sums that differ by less than rounding are equal, and the first of equals wins: plans do not depend on the platform.
 """
 
@@ -54,27 +54,27 @@ def coverage(problem: Problem, spans: Sequence[Span | None]) -> NDArray[np.int64
 
 
 def price_per_block(problem: Problem, held: NDArray[np.int64]) -> Floats:
-    """Return what a block costs on each server when all that it holds are used, for the client farthest from it."""
+    """Return each server's milliseconds for a token in one block, all its blocks used, for the farthest client."""
     worst = problem.rtt_ms.max(axis=0)
     return np.where(held > 0, worst / np.maximum(held, 1) + problem.decode_ms, np.inf)
 
 
 def least_window(values: NDArray[np.int64] | Floats, width: int) -> int:
-    """Return the start of the window that is smallest when each is sorted; the first one on a tie."""
+    """Return the start of the least window: each window's values are sorted, then compared; the first one on a tie."""
     windows = np.sort(sliding_window_view(values, width), axis=1)
-    # Numbers of zero or more compare as their big-endian bytes do.
+    # Numbers of zero or more have the same order as their big-endian bytes.
     rows = windows.astype(">f8")
     return min(range(len(rows)), key=lambda start: rows[start].tobytes())
 
 
 def conservative(problem: Problem, design: int, fixed: Mapping[int, Span] | None = None) -> Placement | None:
-    """Place by CG-BP for `design` concurrent requests; None when the servers cannot hold the model with them.
+    """Place by CG-BP for `design` concurrent requests; None when the servers cannot hold the model beside their caches.
 
-    Servers come by their price of a block, cheapest first. While some block cannot serve the design load, a server
-    takes the window that owes most: each block owes what its missing sessions would cost at the highest price. It
-    succeeds exactly when the servers can hold all blocks beside the reservation. O(n L^2 log L) at worst.
+    Servers are placed by their price of a block, cheapest first. While some block cannot serve the design load, a
+    server takes the window that owes most: a block owes the cost of its missing sessions at the highest price. The
+    placement succeeds exactly when the servers can hold all blocks beside the reservation. O(n L^2 log L) at worst.
 
-    Servers that are `fixed` keep their spans, and the others are placed around them; Theorem 2 says nothing then.
+    Servers in `fixed` keep their spans, and the others are placed around them; Theorem 2 does not apply then.
     """
     if design < 1:
         raise UsageError("a placement is for one concurrent request at least")
@@ -141,9 +141,9 @@ def adaptive(
 ) -> Adaptive:
     """Place by CG-BP at several reservations, and keep the placement on which all concurrent requests cost least.
 
-    Each placement is judged by routing the whole load with its slots counted; the cost of a single request would favour
-    servers that hold much and serve few. Raises `UsageError` when no placement holds the model, or none the load, and
-    says by how many bytes.
+    Each placement is judged by routing the whole load within its slots; the cost of a single request would favour
+    servers that hold many blocks and serve few sessions. Raises `UsageError`, with the missing bytes, when no placement
+    holds the model, or none carries the load.
     """
     best: Adaptive | None = None
     for design in designs_of(problem.concurrent) if designs is None else designs:

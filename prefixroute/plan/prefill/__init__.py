@@ -1,6 +1,6 @@
 """When the prefill of a prompt should go to another cluster.
 
-division       requests a second of two clusters, and the best threshold and division of nodes; start here
+division       requests a second of two clusters; the best threshold and the best division of nodes; start here
 lengths        distributions of prompt lengths, cut by a threshold
 costs          bytes of KV, seconds of prefill, rate of decode
 offload        whether one prompt should be prefilled in the pool

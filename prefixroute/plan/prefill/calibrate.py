@@ -3,13 +3,13 @@
     seconds = a + b u + c u^2 + d u k + e m + ... ,  all coefficients 0 or more
 
 with u the uncached tokens, k the cached ones that they attend to, m the other requests that began at the same moment.
-Which terms are worth having is not known beforehand: FORMS are tried, shortest first, and the one is taken whose error
-on measurements that it was not fitted to is least. That error is reported with the model, and no other.
+No one knows beforehand which terms are useful: `calibrate` tries FORMS, shortest first, and takes the form with the
+least error on held-out measurements, to which it was not fitted. Only that error is reported with the model.
 
 Rules:
 1. Errors are relative: a short prompt counts as much as a long one.
-2. Fits are least squares, reweighted so that single measurements far off (a busy machine) pull less.
-3. Of forms whose errors differ by less than `CLEARLY`, the shorter one is taken.
+2. Fits are least squares, reweighted so that single outliers (a busy machine) count less.
+3. Of two forms whose errors differ by less than `CLEARLY`, the shorter one is taken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prefixroute import Decision, Outcome, OutcomeKind, UsageError
 from .costs import Polynomial
 
 CLEARLY = 0.03
-"""Share by which a longer form's held-out error must be less."""
+"""Share by which a longer form's held-out error must be smaller."""
 
 _REWEIGHTED = 8
 _UNIT = 1000.0  # tokens: keeps the columns of a fit within a few powers of ten of each other
@@ -37,9 +37,9 @@ _Array = npt.NDArray[np.float64]
 
 
 class Timing(NamedTuple):
-    """One measurement: a prompt, how much of it was cached, seconds to first token, and how many came at once.
+    """One measurement: tokens of a prompt, how many were cached, seconds to first token, and prompts at once.
 
-    With several at once, `seconds` is their mean.
+    With several prompts at once, `seconds` is their mean.
     """
 
     prompt_tokens: int
@@ -78,10 +78,10 @@ TERMS: dict[str, Callable[[float, float, float], float]] = {
 }
 """Terms by name: of uncached and cached tokens, in thousands, and of other requests at the same moment.
 
-`a` is what attention looks at: each uncached token sees the cached ones, and half of the uncached ones on average.
-`w` is m^2 / (m + 1): what a prompt waits on average where the first one begins alone, and all others are computed
-together after it, as by a continuously batching engine with room for them in one step. With less room it is nearer
-m / 2, and `m` and `w` share the weight.
+`a` is the work of attention: each uncached token sees the cached ones, and half of the uncached ones on average.
+`w` is m^2 / (m + 1), the mean wait of a prompt when the first prompt begins alone and all others are computed together
+after it, as in a continuously batching engine that has room for them in one step. With less room the wait is nearer
+m / 2, and the fit divides the weight between `m` and `w`.
 """
 
 FORMS: tuple[tuple[str, ...], ...] = (
@@ -101,7 +101,7 @@ FORMS: tuple[tuple[str, ...], ...] = (
     ("1", "u", "u^2", "u k", "k", "m", "m u", "m k"),
     ("1", "u", "u^2", "u k", "k", "m", "m u", "m u^2", "m u k", "m k"),
 )
-"""What is tried, shortest first."""
+"""The forms that are tried, shortest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class LatencyModel:
         return sum(coefficient * TERMS[term](u, k, m) for term, coefficient in parts)
 
     def prefill_s(self) -> Polynomial:
-        """Return the curve by uncached tokens of a prompt on its own, nothing of it cached, as planners take it."""
+        """Return, for the planners, the seconds of a prompt that comes alone and uncached, as a curve of its tokens."""
         powers = {"1": (0, 1.0), "u": (1, 1.0), "u^2": (2, 1.0), "a": (2, 0.5)}
         found = [0.0, 0.0, 0.0]
         for term, coefficient in zip(self.terms, self.coefficients, strict=True):
@@ -142,9 +142,9 @@ def calibrate(
     folds: int = 5,
     forms: Sequence[tuple[str, ...]] = FORMS,
 ) -> LatencyModel:
-    """Fit the form that predicts best what it was not fitted to, by cross-validation over `folds` parts.
+    """Fit the form that best predicts held-out measurements, by cross-validation over `folds` parts.
 
-    Raises `UsageError` for measurements that cannot be, and for fewer than two a fold.
+    Raises `UsageError` for impossible measurements, and for fewer than two measurements a fold.
     """
     if folds < 2 or len(timings) < 2 * folds:
         raise UsageError(f"calibration needs {2 * max(folds, 2)} measurements or more, got {len(timings)}")
@@ -158,7 +158,7 @@ def calibrate(
         if len(form) > len(timings) - len(parts[0]):
             continue
         off = _cross_validated(form, parts)
-        # The mean without the worst tenth tells forms apart better than the median, and is not led by single ones.
+        # The mean without the worst tenth tells forms apart better than the median, and single outliers do not lead it.
         mean = sum(off[: max(1, 9 * len(off) // 10)])
         if chosen is None or mean < (1 - CLEARLY) * chosen[1]:
             chosen = (form, mean, _summary(off))
@@ -171,10 +171,10 @@ def calibrate(
 def timings_of(
     served: Iterable[tuple[Decision, Outcome] | tuple[Decision, Outcome, str]],
 ) -> dict[str, list[Timing]]:
-    """Return by endpoint what decisions and their outcomes tell of its prefill.
+    """Return by endpoint the measurements of its prefill in decisions and their outcomes.
 
-    Taken are requests that were served, with a count of cached tokens and a time; round trip and wait are taken off as
-    they were expected. After a fallback give the endpoint that served as a third item.
+    Requests count that were served and have both a count of cached tokens and a time; the expected round trip and wait
+    are subtracted from the time. After a fallback, give the endpoint that served as a third item.
     """
     found: dict[str, list[Timing]] = defaultdict(list)
     for decision, outcome, *more in served:
@@ -215,7 +215,7 @@ def _columns(form: Sequence[str], timings: Sequence[Timing]) -> _Array:
 
 
 def _fit(form: Sequence[str], timings: Sequence[Timing]) -> _Array:
-    """Least relative squares, reweighted towards least absolute ones, with no coefficient below 0."""
+    """Fit by least relative squares, reweighted towards least absolute errors, with no coefficient below 0."""
     seconds = np.array([t.seconds for t in timings])
     columns = _columns(form, timings) / seconds[:, None]
     wanted = np.ones(len(timings))
@@ -229,7 +229,7 @@ def _fit(form: Sequence[str], timings: Sequence[Timing]) -> _Array:
 
 
 def _not_negative(columns: _Array, wanted: _Array) -> _Array:
-    """Least squares over the columns that want no coefficient below 0; the worst one leaves first."""
+    """Fit by least squares; while a coefficient is below 0, the column with the lowest one is left out."""
     kept = list(range(columns.shape[1]))
     found = np.zeros(columns.shape[1])
     while kept:
@@ -243,7 +243,7 @@ def _not_negative(columns: _Array, wanted: _Array) -> _Array:
 
 
 def _off(predicted: Sequence[float], seen: Sequence[float]) -> list[float]:
-    """Relative errors, the least first."""
+    """Return the relative errors, the smallest first."""
     return sorted(abs(guess - value) / value for guess, value in zip(predicted, seen, strict=True))
 
 

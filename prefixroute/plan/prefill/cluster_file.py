@@ -1,7 +1,7 @@
 """CLUSTER.toml: the clusters of ``prefixroute plan prefill``, read and checked.
 
-The tables of a file are the classes below, their fields the keys; an unknown key is refused. Times are in seconds where
-the name does not say milliseconds; a curve is a list of points [tokens, value].
+The classes below are the tables of a file, and their fields are its keys; an unknown key is refused. Names that end in
+`_ms` are milliseconds, all other times are seconds; a curve is a list of points [tokens, value].
 
 Rule: an error names the file, the line, and what to write instead.
 """
@@ -28,7 +28,7 @@ GBIT = 1e9 / 8
 class ClusterWorkload(FileTable, frozen=True):
     """Lengths of prompts: a log-normal by `mu` and `sigma`, or a `file` of lengths; and the tokens of an answer.
 
-    A file is a trace (`traces.read_trace`): what an endless cache would hold of its prompts is taken off.
+    A file is a trace (`traces.read_trace`): the tokens that an unbounded cache would hold are subtracted.
     """
 
     mu: float = 0.0
@@ -40,7 +40,7 @@ class ClusterWorkload(FileTable, frozen=True):
 
 
 class ClusterModel(FileTable, frozen=True):
-    """Bytes of KV: points in MiB, or bytes a token plus a state. Sending one of `layers` overlaps the next."""
+    """Bytes of KV: points in MiB, or bytes a token plus a state. One of `layers` is sent while the next is computed."""
 
     kv_mib: Points = ()
     kv_bytes_per_token: float = 0.0
@@ -49,7 +49,7 @@ class ClusterModel(FileTable, frozen=True):
 
 
 class ClusterPool(FileTable, frozen=True):
-    """The prefill cluster: nodes (instances), and the seconds of a prompt, as points or as coefficients."""
+    """The prefill cluster: nodes (instances), and the seconds of a prompt by tokens, as points or as coefficients."""
 
     nodes: int
     prefill_s: Points = ()
@@ -57,9 +57,9 @@ class ClusterPool(FileTable, frozen=True):
 
 
 class ClusterLocal(FileTable, frozen=True):
-    """The local cluster: nodes, seconds of prefill (or how many times the pool's), and what a node decodes at once.
+    """The local cluster: nodes, seconds of prefill (or a multiple of the pool's), and the requests a node decodes.
 
-    `alone_nodes` are those of a cluster without a pool that costs as much, to compare with; 0: as many as `nodes`.
+    `alone_nodes` is the size of a cluster without a pool that costs as much, to compare with; 0: as many as `nodes`.
     """
 
     nodes: int
@@ -103,13 +103,13 @@ class ClusterFile(FileTable, frozen=True):
 
     @property
     def transfer_bytes_per_s(self) -> float:
-        """What the connections of one transfer carry."""
+        """Bytes a second that the connections of one transfer carry."""
         link = self.link
         return link.connections * link.connection_gbit_per_s * GBIT if link.connection_gbit_per_s else inf
 
 
 def read_clusters(path: Path) -> tuple[ClusterFile, PrefillClusters]:
-    """Read a file; return it as it stands, and as clusters to plan for. Raises `UsageError`."""
+    """Read a file; return its contents, and the clusters that it describes. Raises `UsageError`."""
     file, source = read_settings(path, ClusterFile, _KIND)
     return file, _clusters(file, source, path.parent)
 
@@ -128,7 +128,7 @@ _KIND = FileKind(
 
 
 def _clusters(file: ClusterFile, source: Source, folder: Path) -> PrefillClusters:
-    """Build what the file describes; every error names the key to change."""
+    """Build the clusters that the file describes; every error names the key to change."""
     source.at_least(0, (("pool.nodes", file.pool.nodes), ("local.alone_nodes", file.local.alone_nodes)))
     source.at_least(
         1,

@@ -1,17 +1,18 @@
-"""Following a link that fills and clears: a monitor, a threshold that rises under congestion, and a slow re-balancer.
+"""Control of a congested link: a monitor, a threshold that rises under congestion, and a slow re-balancer of nodes.
 
     every second   congested (utilisation, loss or queue above its high mark)   t := 1.1 t
                    clear (utilisation and queue below their low marks)          t := max(t_opt, 0.99 t)
                    else                                                         hold
-    every minute   lengths of the last minutes, (7) and (8) solved anew: a new t_opt, and at most one node converted
+    every minute   (7) and (8) solved anew for the lengths of the last minutes: a new t_opt, one node converted at most
 
 A higher threshold sends fewer and longer prompts, and a long prompt has less KV for each second of its prefill.
 
 Rules:
-1. The threshold is never below t_opt, and returns to it when the load is gone.
-2. Between the marks nothing moves, and between a rise and a fall `dwell_s` pass: noise around a mark moves it seldom.
-3. No clock: the caller says `now`, in seconds, at its own pace.
-4. Published is neither loop's constants; ours are settings, and the defaults are from our simulation.
+1. The threshold is never below t_opt, and returns to t_opt when the load is gone.
+2. Between the marks the threshold holds, and between a rise and a fall at least `dwell_s` pass, so that noise around a
+   mark seldom moves it.
+3. There is no clock: the caller gives `now`, in seconds, at its own pace.
+4. The constants of both loops are not published; ours are settings, and the defaults come from our simulation.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from .division import PrefillClusters, PrefillRates, best_plan, best_threshold, 
 from .lengths import Empirical
 
 FULL = 0.9
-"""Share of a second in which a link holds transfers up, from which on what it carries is its capacity."""
+"""Share of a second: a link that holds transfers up for at least so long carries its full capacity."""
 
 
 class LinkState(NamedTuple):
-    """State of a link: share used, seconds of queued KV, and share of packets sent again."""
+    """State of a link: share of the bandwidth used, seconds of queued KV, and share of packets sent again."""
 
     utilisation: float
     queue_s: float = 0.0
@@ -51,11 +52,11 @@ class LinkMonitor:
         self.state = LinkState(0.0)
 
     def observe(self, seen: LinkState, now: float) -> LinkState:
-        """Take what was seen since the last time; return the averages."""
+        """Take the state seen since the last call; return the averages."""
         if self._at is None or not self._over_s:
             self.state = seen
         else:
-            # A clock that went back tells nothing of the time that passed.
+            # When the clock went back, no time counts as passed.
             weight = -expm1(-max(0.0, now - self._at) / self._over_s)
             self.state = LinkState(*(old + weight * (new - old) for old, new in zip(self.state, seen, strict=True)))
         self._at = now
@@ -63,9 +64,10 @@ class LinkMonitor:
 
 
 class CapacityEstimate:
-    """What a link carries: its nominal rate until it is held up, then what came through. O(1). Raises `UsageError`.
+    """What a link can carry: the nominal rate until it limits transfers, then the measured rate. O(1).
 
-    A link that is not held up tells nothing, so the estimate creeps back to its nominal rate: by `regain` a time.
+    A link that does not limit transfers shows nothing of its capacity; each such step moves the estimate back towards
+    the nominal rate by the share `regain`. Raises `UsageError`.
     """
 
     __slots__ = ("_nominal", "_regain", "bytes_per_s")
@@ -77,7 +79,7 @@ class CapacityEstimate:
         self.bytes_per_s = nominal_bytes_per_s
 
     def observe(self, sent_bytes_per_s: float, limited: float) -> float:
-        """Take the rate of the last second and the share of it in which the link held transfers up; return bytes/s."""
+        """Take the last second's rate, and its share in which the link limited transfers; return bytes a second."""
         if limited >= FULL and sent_bytes_per_s > 0:
             self.bytes_per_s += 0.5 * (sent_bytes_per_s - self.bytes_per_s)
         else:
@@ -108,9 +110,9 @@ class ControllerSettings:
     most: float = inf
     """Upper bound of the threshold, as a multiple of t_opt."""
     least_change: float = 0.0
-    """Share of the threshold: a smaller change is saved up until it is as large."""
+    """Share of the threshold: smaller changes add up, and take effect once they reach it."""
     floor_tokens: float = 128.0
-    """Tokens: a threshold below counts as "all prompts". A rise begins here, and a fall ends here."""
+    """Tokens: a threshold below this counts as "all prompts". A rise begins here, and a fall ends here."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.low < self.high or not 0 <= self.queue_low_s <= self.queue_high_s:
@@ -139,10 +141,10 @@ class ThresholdController:
         self._turned_at = -inf
 
     def step(self, state: LinkState, now: float, ceiling: float = inf) -> float:
-        """Take the link's averages; return the threshold in force. To be called at an even pace, as every second.
+        """Take the link's averages; return the threshold in force. Call it at an even pace, such as every second.
 
-        It rises to `ceiling` at most, and falls back to it: beyond `relief_threshold` local prefill is the busier side,
-        and a rise only moves the queue.
+        The threshold rises to `ceiling` at most, and falls back to it. Above `relief_threshold` local prefill would be
+        the busier side, and a rise would only move the queue there.
         """
         s = self._settings
         if state.utilisation > s.high or state.retransmitted > s.lossy or state.queue_s > s.queue_high_s:
@@ -155,7 +157,7 @@ class ThresholdController:
         return self._publish()
 
     def replan(self, optimum: float) -> float:
-        """Take a new t_opt of the slow loop; return the threshold in force."""
+        """Take a new t_opt, in tokens, from the slow loop; return the threshold in force."""
         if self._aim <= self.optimum:
             self._aim = _tokens(optimum)
         self.optimum = _tokens(optimum)
@@ -193,7 +195,7 @@ def _tokens(threshold: float) -> float:
 
 
 class Backlog(NamedTuple):
-    """What waits on either side: bytes for the link, seconds of prefill for the pool's nodes and for the local ones."""
+    """Waiting work on either side: bytes for the link, seconds of prefill for the pool's nodes and for local nodes."""
 
     link_bytes: float = 0.0
     pool_s: float = 0.0
@@ -208,11 +210,12 @@ def relief_threshold(
     horizon_s: float = 30.0,
     caution: float = 1.0,
 ) -> float:
-    """Return the threshold with which both sides are through at the same time with what waits and what is to come.
+    """Return the threshold with which both sides finish their waiting and coming work at the same time.
 
-    `rate` requests a second come for `horizon_s`. Without a backlog it is the root of (7); with one on the link it is
-    higher. It is never below that root. With `caution` over 1 the pool's side may take that many times as long: a link
-    that is whole again drains its queue sooner than local prefill does. O(log precision). Raises `UsageError`.
+    `rate` requests a second come for `horizon_s`. Without a backlog the result is the root of (7); with a backlog on
+    the link it is higher, and it is never below that root. With `caution` over 1 the pool's side may take that many
+    times as long, since a link that has recovered drains its queue sooner than local prefill does. O(log precision).
+    Raises `UsageError`.
     """
     if not rate >= 0 or not horizon_s > 0 or not caution > 0:
         raise UsageError("relief needs rate >= 0, horizon_s > 0 and caution > 0")
@@ -238,17 +241,17 @@ def relief_threshold(
 
 
 class Rebalance(NamedTuple):
-    """What the slow loop found: the new plan, and the role that one node changes to ("" if none changes)."""
+    """The result of the slow loop: the new plan, and the role to which one node changes ("" if none changes)."""
 
     plan: PrefillRates
     converted_to: str = ""
 
 
 class Rebalancer:
-    """The slow loop: lengths as they come, the optimum every `period_s`, and at most one node converted a period.
+    """The slow loop: it collects lengths, finds the optimum every `period_s`, and converts at most one node a period.
 
-    A node is converted when that adds `least_gain` (a share) to the requests a second: a conversion empties a node.
-    Until `least_lengths` prompts were seen, the lengths of the plan stand. O(n log n) in the lengths kept, a period.
+    A conversion empties a node, so it must add at least `least_gain` (a share) to the requests a second. Until
+    `least_lengths` prompts were seen, the plan's own lengths are used. A period costs O(n log n) in the kept lengths.
     """
 
     __slots__ = ("_clusters", "_due", "_least_gain", "_least_lengths", "_period_s", "_seen", "prefill_nodes")
@@ -272,14 +275,14 @@ class Rebalancer:
         self._seen: deque[float] = deque(maxlen=keep_lengths)
         self._due = now + period_s
         self.prefill_nodes = prefill_nodes
-        """Local nodes that prefill, or are being converted to."""
+        """Local nodes that prefill, or are being converted to prefill."""
 
     def saw(self, uncached_tokens: float) -> None:
         """Note a prompt. O(1)."""
         self._seen.append(uncached_tokens)
 
     def step(self, now: float, egress_bytes_per_s: float | None = None) -> Rebalance | None:
-        """Return a new plan if a period is over, else None. `egress_bytes_per_s` is what the link carries by now."""
+        """Return a new plan if a period is over, else None. `egress_bytes_per_s` is the link's present capacity."""
         if now < self._due:
             return None
         self._due = now + self._period_s

@@ -1,10 +1,10 @@
 """What prompts cost: bytes of KV, seconds of prefill, requests a second of decode; the unit is in every name.
 
 Rules:
-1. A cost is a curve: a function of a number of tokens. A table and a polynomial are the two kinds that are measured.
-2. Nothing is negative: below its points a table goes on as a line, but not below 0.
+1. A cost is a curve: a function of a number of tokens. Measurements give one of two kinds: a table or a polynomial.
+2. No cost is negative: below its first point a table goes on as a line, but not below 0.
 3. A model's layers differ in what they keep. Full attention keeps every token, a sliding window the last ones, a
-   recurrent layer a state of one size. Their sum is the model.
+   recurrent layer a state of fixed size. The bytes of a model are the sum over its layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prefixroute import UsageError
 
 
 class Curve(Protocol):
-    """A cost by number of tokens, in the unit that its user names; not negative, and as a rule not falling."""
+    """A cost by number of tokens, in the unit that the field with the curve names; never negative, rarely falling."""
 
     def __call__(self, tokens: float) -> float:
         """Return the cost of so many tokens."""
@@ -28,7 +28,7 @@ class Curve(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Measured points (tokens, cost), joined by lines; the first and the last line go on beyond them.
+    """Measured points (tokens, cost), joined by lines; the first and the last line go on beyond the points.
 
     Raises `UsageError` for fewer than two points, points out of order, and costs below 0. A look-up is O(log points).
     """
@@ -55,7 +55,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Polynomial:
-    """c0 + c1 l + c2 l^2 + ..., and not below 0. Raises `UsageError` without a coefficient, or for one not finite."""
+    """c0 + c1 l + c2 l^2 + ..., not below 0, for l tokens. Raises `UsageError` without finite coefficients."""
 
     coefficients: tuple[float, ...]
 
@@ -73,7 +73,7 @@ class Polynomial:
 
 @dataclass(frozen=True, slots=True)
 class Slower:
-    """A curve times a factor: a machine that takes `times` as long for everything. Raises `UsageError` below 0."""
+    """A curve times a factor: a machine that takes `times` as long. Raises `UsageError` for a factor below 0."""
 
     curve: Curve
     times: float
@@ -91,7 +91,7 @@ class Slower:
 
 
 class Window(NamedTuple):
-    """Layers that keep the last `tokens` only, at `bytes_per_token` of all these layers together."""
+    """Layers that keep only the last `tokens`; `bytes_per_token` is for all these layers together."""
 
     tokens: int
     bytes_per_token: float
@@ -99,7 +99,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvBytes:
-    """Bytes of KV of a prompt: tokens -> bytes. Two add up to a hybrid. Raises `UsageError` for sizes below 0."""
+    """Bytes of KV of a prompt: tokens -> bytes. The sum of two is a hybrid. Raises `UsageError` for sizes below 0."""
 
     bytes_per_token: float = 0.0
     """Bytes that every token leaves behind."""
@@ -133,7 +133,7 @@ class KvBytes:
 
 
 def attention_kv(layers: int, kv_heads: int, head_dim: int, element_bytes: float = 2.0) -> KvBytes:
-    """Return the KV of full attention: keys and values of every token. Grouped queries have fewer `kv_heads`."""
+    """Return the KV of full attention: keys and values of every token. With grouped queries `kv_heads` is smaller."""
     return KvBytes(_positive("attention", 2.0 * layers * kv_heads * head_dim * element_bytes))
 
 
@@ -154,9 +154,9 @@ def recurrent_kv(layers: int, layer_bytes: float) -> KvBytes:
 
 
 def reusable_tokens(kv: KvBytes, matched_tokens: int, stored_at: Sequence[int] = ()) -> int:
-    """Return how much of a match can be reused: all of it, or the longest stored length if states are involved.
+    """Return the reusable tokens of a match: all of them, or with states and windows the longest stored length in it.
 
-    `stored_at` are the lengths at which states were kept. The longest match is not reusable at every depth.
+    `stored_at` are the lengths in tokens at which states were kept.
     """
     if not kv.whole_only:
         return matched_tokens

@@ -1,9 +1,9 @@
 """When prefill should go to another cluster: how many requests a second two clusters serve, and the best division.
 
-Three roles. A *pool* of fast prefill nodes in another cluster takes prompts with more than t uncached tokens and sends
-their KV back over a link. Local *prefill* nodes take the others, local *decode* nodes answer all. With p the share of
-prompts longer than t, l_long and l_short the mean lengths on either side, T and T' the seconds of prefill in the pool
-and here, S the bytes of KV, B the link:
+There are three roles. A *pool* of fast prefill nodes in another cluster takes prompts with more than t uncached tokens,
+and sends their KV back over a link. Local *prefill* nodes take the others, local *decode* nodes answer all. p is the
+share of prompts longer than t, l_long and l_short are the mean lengths on either side, T and T' the seconds of prefill
+in the pool and here, S the bytes of KV, B the bytes a second of the link:
 
     (1) rate of KV of one node           Phi(l) = S(l) / T(l)
     (2) egress of a cluster              N Phi(l)
@@ -16,9 +16,9 @@ and here, S the bytes of KV, B the link:
 
 Rules (model of PrfaaS, arXiv 2604.15039):
 1. P / p rises with t and Q / (1 - p) falls, so bisection finds the one root of (7). (8) is solved by trying all N_p.
-2. The published model takes the time of the mean length; prefill grows faster than the length, so that is some percent
-   too fast. `average="time"` takes the mean time instead, and is what a simulation with arrivals comes to.
-3. Nodes are instances: what serves one prompt's prefill at a time, eight devices as a rule.
+2. The published model takes the time of the mean length. Prefill grows faster than the length, so that time is some
+   percent too short. `average="time"` takes the mean time instead, and agrees with a simulation with arrivals.
+3. A node is an instance, which serves one prompt's prefill at a time; as a rule it has eight devices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HALVINGS = 100
 
 
 class Bottleneck(Enum):
-    """What bounds the requests a second."""
+    """The role that bounds the requests a second."""
 
     POOL = "pool prefill"
     EGRESS = "egress"
@@ -47,7 +47,7 @@ class Bottleneck(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrefillClusters:
-    """Two clusters and the prompts that they are asked. Raises `UsageError`."""
+    """Two clusters, and the lengths of the prompts that they serve. Raises `UsageError`."""
 
     lengths: Lengths
     """Distribution of a prompt's uncached tokens."""
@@ -78,7 +78,7 @@ class PrefillClusters:
 
 
 class PrefillRates(NamedTuple):
-    """What a threshold and a division of the nodes come to. A rate that nobody asks for is infinite."""
+    """The rates that a threshold and a division of the nodes give; the rate of a role without prompts is infinite."""
 
     threshold_tokens: float
     """t: prompts with more uncached tokens go to the pool."""
@@ -95,11 +95,11 @@ class PrefillRates(NamedTuple):
     short_tokens: float
     """l_short: mean uncached tokens of the prompts that stay."""
     pool_per_s: float
-    """P: prompts a second that the pool and its link take, of those that go."""
+    """P: prompts a second that the pool and its link can take."""
     prefill_per_s: float
-    """Q: prompts a second that local prefill takes, of those that stay."""
+    """Q: prompts a second that local prefill can take."""
     decode_per_s: float
-    """D: requests a second that local decode completes, of all."""
+    """D: requests a second that local decode can complete."""
     requests_per_s: float
     """Requests a second of the whole: the least of P / p, Q / (1 - p) and D."""
     egress_bytes_per_s: float
@@ -109,16 +109,16 @@ class PrefillRates(NamedTuple):
 
 
 def kv_rate_bytes_per_s(clusters: PrefillClusters, tokens: float) -> float:
-    """Return (1): the bytes of KV a second that a pool node makes of prompts of this length."""
+    """Return (1): the bytes of KV a second that a pool node produces from prompts of this length."""
     return _per_s(clusters.kv_bytes(tokens), clusters.pool_prefill_s(tokens))
 
 
 def rates(
     clusters: PrefillClusters, threshold_tokens: float, prefill_nodes: int, decode_nodes: int | None = None
 ) -> PrefillRates:
-    """Return (3) to (6) for a threshold and a division of the local nodes; all that do not prefill decode, if not said.
+    """Return (3) to (6) for a threshold and a division of the local nodes; by default all that do not prefill decode.
 
-    Raises `UsageError` for a division that is not one.
+    Raises `UsageError` for an impossible division.
     """
     decode = clusters.local_nodes - prefill_nodes if decode_nodes is None else decode_nodes
     if prefill_nodes < 0 or decode < 1 or prefill_nodes + decode > clusters.local_nodes:
@@ -138,7 +138,7 @@ def rates(
     carried = clusters.egress_bytes_per_s / kv if kv else inf
     pool, prefill = min(computed, carried), _per_s(prefill_nodes, local_s)
     decoded = decode * clusters.decode_per_s
-    # Nobody waits for a role that has nothing to do.
+    # A role without prompts bounds nothing.
     bounds = {
         Bottleneck.POOL if computed <= carried else Bottleneck.EGRESS: pool / p if p > 0 else inf,
         Bottleneck.PREFILL: prefill / (1 - p) if p < 1 else inf,
@@ -151,16 +151,16 @@ def rates(
 
 
 def _per_s(amount: float, seconds: float) -> float:
-    """A rate; what takes no time is done at once, and nothing of nothing is nothing."""
+    """Return amount / seconds: infinite when the work takes no time, and 0 when there is no amount either."""
     if seconds <= 0:
         return inf if amount else 0.0
     return amount / seconds
 
 
 def best_threshold(clusters: PrefillClusters, prefill_nodes: int) -> float:
-    """Return the root of (7) in tokens: both prefill roles are equally busy. O(log precision), any starting bracket.
+    """Return the root of (7) in tokens, at which both prefill roles are equally busy. O(log precision).
 
-    It is 0 when the pool takes all, and the longest prompt when it takes none.
+    The root is 0 when the pool takes all prompts, and the length of the longest prompt when it takes none.
     """
     low, high = 0.0, clusters.lengths.longest
     if clusters.pool_nodes == 0:
@@ -177,14 +177,15 @@ def best_threshold(clusters: PrefillClusters, prefill_nodes: int) -> float:
             low = middle
         if high - low <= 1e-9 * high:
             break
-    # Of a distribution with steps, the side of the step that serves more.
+    # A distribution with steps has no exact root: take the side of the step that serves more.
     return max((low, high), key=lambda t: _prefilled(clusters, t, prefill_nodes))
 
 
 def best_plan(clusters: PrefillClusters) -> PrefillRates:
-    """Return the optimum (t, N_p, N_d): for each N_p the root of (7), and of those the most requests a second.
+    """Return the optimum (t, N_p, N_d): for each N_p the root of (7), and of these the one with most requests a second.
 
-    On a plateau, where decode is the bound, the fewest bytes cross the link. O(local nodes x log precision).
+    Of plans with equal rates, where decode is the bound, it is the one that sends the fewest bytes over the link.
+    O(local nodes x log precision).
     """
     if clusters.local_nodes == 1:
         return rates(clusters, 0.0, 0)
@@ -193,7 +194,7 @@ def best_plan(clusters: PrefillClusters) -> PrefillRates:
 
 
 def all_local(clusters: PrefillClusters, local_nodes: int | None = None) -> PrefillRates:
-    """Return the best plan without a pool: the homogeneous cluster, of as many nodes as said."""
+    """Return the best plan without a pool: the homogeneous cluster of `local_nodes` (by default the clusters' own)."""
     nodes = clusters.local_nodes if local_nodes is None else local_nodes
     if nodes < 2:
         raise UsageError("without a pool it takes two local nodes: one for prefill, one for decode")
@@ -203,7 +204,7 @@ def all_local(clusters: PrefillClusters, local_nodes: int | None = None) -> Pref
 
 
 def all_remote(clusters: PrefillClusters) -> PrefillRates:
-    """Return what comes of sending every prompt to the pool: the naive heterogeneous cluster."""
+    """Return the plan that sends every prompt to the pool: the naive heterogeneous cluster."""
     return rates(clusters, 0.0, 0)
 
 
@@ -220,7 +221,7 @@ def _sides(clusters: PrefillClusters, threshold: float, prefill_nodes: int) -> t
 
 
 def _leans_local(clusters: PrefillClusters, threshold: float, prefill_nodes: int) -> bool:
-    """Whether with this threshold local prefill is the busier side."""
+    """Return whether local prefill is the busier side with this threshold."""
     pool, local = _sides(clusters, threshold, prefill_nodes)
     return local < pool
 
@@ -243,10 +244,11 @@ class PrefillPlace(NamedTuple):
 def place(
     prompt_tokens: int, cached_local: int, cached_pool: int, threshold_tokens: float, ample: bool = False
 ) -> PrefillPlace:
-    """Apply the length threshold to what is left of a prompt after the caches.
+    """Apply the length threshold to the uncached tokens of a prompt.
 
-    With scarce bandwidth each cluster has its own cache alone. With `ample` bandwidth the better cache counts for both,
-    and what the chosen cluster lacks of it is copied. Raises `UsageError` for more cached tokens than the prompt has.
+    With scarce bandwidth a cluster uses its own cache alone. With `ample` bandwidth the better cache counts for both,
+    and the tokens that the chosen cluster lacks are copied. Raises `UsageError` for more cached tokens than the prompt
+    has.
     """
     if not (0 <= cached_local <= prompt_tokens and 0 <= cached_pool <= prompt_tokens):
         raise UsageError("a cache holds between none and all of a prompt's tokens")

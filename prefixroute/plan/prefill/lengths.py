@@ -1,9 +1,9 @@
-"""How long prompts are: what a length threshold cuts, and what is left on either side of it.
+"""Distributions of prompt lengths, and the share and mean length on either side of a threshold.
 
 Rules:
-1. Lengths are uncached tokens: what is left after a cache hit. A threshold applies to those, and so does the model.
-2. A distribution answers for the part above a length and the part up to it; the two parts make the whole, exactly.
-3. A part that is empty has the mean of its edge, so that nothing divides by zero.
+1. Lengths are uncached tokens, the tokens left after a cache hit; thresholds and the model apply to these.
+2. A distribution describes the part above a length and the part up to it; together the two parts are exactly the whole.
+3. An empty part has its edge as mean, so that nothing divides by zero.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prefixroute import UsageError
 from .costs import Curve
 
 _STEPS = 600
-"""Of a numeric average: 1e-6 of the value for tables of a few points."""
+"""Intervals of a numeric average: its error is 1e-6 of the value for tables of a few points."""
 
 
 class Lengths(Protocol):
@@ -224,7 +224,7 @@ def _below(z: float) -> float:
 
 
 def _gap(low: float, high: float) -> float:
-    """Probability of the standard normal between two points, as exact far out on the right as on the left."""
+    """Return the probability of the standard normal between two points, as exact far to the right as to the left."""
     if low > 0:
         return 0.5 * (erfc(low / sqrt(2)) - erfc(high / sqrt(2)))
     return _below(high) - _below(low)

@@ -1,16 +1,17 @@
-"""Whether one prompt should be prefilled in the pool: prefill there, and its KV over the link, against prefill here.
+"""Whether the pool should prefill one prompt: prefill there plus its KV over the link, against prefill here.
 
     local  = W_l + T_l(u_l)
     remote = RTT + W_r + max(T_r(u_r), S(x) / B_eff) + S(x) / (n B_eff)
     offload when remote (1 + h) < local
 
-u_l and u_r are uncached tokens here and there, x the tokens whose KV is sent, W waits, n layers. A layer's KV is sent
-while the next one is computed, so that the slower of computing and sending counts, and the last layer is sent alone.
+u_l and u_r are uncached tokens here and there, x the tokens whose KV is sent, W waits, n layers, h the hysteresis. A
+layer's KV is sent while the next layer is computed, so the slower of computing and sending counts; the last layer is
+sent alone.
 
 Rules:
-1. B_eff is what the link has left and what its connections carry: min(B (1 - utilisation), connections x B_conn).
-2. A margin asks besides that the link sustains it: B_eff >= S(u_r) / T_r(u_r) (1 + margin). One prompt may well pay on
-   a link that a stream of them would fill.
+1. B_eff is the rate for one more prompt: min(B (1 - utilisation), connections x B_conn).
+2. With a margin the link must also sustain such prompts: B_eff >= S(u_r) / T_r(u_r) (1 + margin). One prompt may gain
+   on a link that a stream of such prompts would fill.
 3. On a tie the prompt stays here.
 """
 
@@ -50,15 +51,15 @@ class KvLink:
 
     @property
     def effective_bytes_per_s(self) -> float:
-        """What is left for one more prompt; 0 when others take it all."""
+        """Bytes a second left for one more prompt; 0 when others use the whole link."""
         return min(self.bytes_per_s * (1 - self.utilisation), self.connections * self.connection_bytes_per_s)
 
     def used(self, utilisation: float) -> KvLink:
-        """Return the link with another share taken."""
+        """Return the link with another utilisation, 0 to 1."""
         return replace(self, utilisation=min(max(utilisation, 0.0), 1.0))
 
     def arrival_s(self, kv_bytes: float, prefill_s: float) -> float:
-        """Return the seconds from the beginning of a prefill until all its KV is here, without the round trip."""
+        """Return the seconds from the beginning of a prefill until all its KV has arrived, without the round trip."""
         if not kv_bytes:
             return prefill_s
         rate = self.effective_bytes_per_s
@@ -82,8 +83,8 @@ class Side:
 class OffloadGain(NamedTuple):
     """One prompt weighed: seconds to first token here and through the pool, and whether it should go.
 
-    `transfer_s` is what sending adds to the prefill there; `sustained` whether the link could carry such prompts one
-    after another.
+    `transfer_s` is the seconds that sending adds to the prefill there; `sustained` tells whether the link could carry
+    such prompts one after another.
     """
 
     local_s: float
@@ -102,9 +103,9 @@ def offload_gain(
     hysteresis: float = 0.0,
     margin: float | None = None,
 ) -> OffloadGain:
-    """Weigh one prompt. `hysteresis` is the share by which the pool must be faster; None asks no sustained rate. O(1).
+    """Weigh one prompt; `hysteresis` is the share by which the pool must be faster. O(1).
 
-    Raises `UsageError` for a hysteresis below 0.
+    With a `margin` of None the link need not sustain the rate (rule 2). Raises `UsageError` for a hysteresis below 0.
     """
     if hysteresis < 0:
         raise UsageError(f"hysteresis is a share of 0 or more, not {hysteresis!r}")
@@ -130,9 +131,10 @@ class Line(NamedTuple):
 
 
 def offload_from(local: Line, pool: Line, kv_bytes: Line, link: KvLink) -> float:
-    """Return the uncached tokens beyond which a prompt goes to the pool when all costs are lines and nobody waits.
+    """Return the uncached tokens above which a prompt goes to the pool when all costs are lines and nothing waits.
 
-    It is infinite when none does. `UsageError` when only short prompts would: then weigh each one by `offload_gain`.
+    The result is infinite when no prompt goes. Raises `UsageError` when only short prompts would go: then weigh each
+    prompt by `offload_gain`.
     """
     rate = link.effective_bytes_per_s
     if rate <= 0:

@@ -5,16 +5,17 @@
     decision = node.route(prompt, now)
     if policy.last is not None:  ...  the target has the pool prefill the prompt, and waits for its KV
 
-The pool is no endpoint: it answers nobody. It is another way for an endpoint of this node to come by the KV of a
-prompt, so a prompt has the candidate (endpoint, through the pool) beside (endpoint, by itself). The cheaper one of the
-two is what the wrapped policy weighs against the peers.
+The pool is no endpoint: it answers no request. It is another way for an endpoint of this node to get the KV of a
+prompt, so a prompt has the candidate (endpoint, through the pool) beside (endpoint, by itself). The wrapped policy
+weighs the cheaper of the two against the peers.
 
 Rules:
-1. A prompt goes to the pool if it is longer than the threshold (uncached), and if that is the faster way for this
-   prompt by itself, waits included (`offload_gain`). The first keeps the roles in balance, the second errs for nobody.
-2. Only endpoints of this node use its pool; a gateway, which has none, uses it for whoever it chooses.
-3. What was sent is counted until the pool and the link can have done it, so no release is ever owed; a report of the
-   pool's real queue and of the link's real load replaces the count.
+1. A prompt goes to the pool if it has more uncached tokens than the threshold, and if the pool is also the faster way
+   for this prompt by itself, waits included (`offload_gain`). The first condition keeps the roles in balance; with the
+   second no single prompt is made slower.
+2. Only endpoints of this node use its pool; a gateway, which has no endpoints, uses it for the endpoint it chooses.
+3. A prompt that was sent counts until the pool and the link can have done its work, so no caller has to release it; a
+   report of the pool's real queue and of the link's real load replaces the count.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from .offload import KvLink, OffloadGain, Side, offload_gain
 
 
 class Offload(NamedTuple):
-    """What is asked of the pool for one prompt: the tokens that it computes, and those whose KV it sends.
+    """The pool's work for one prompt: the number of tokens that it computes, and of tokens whose KV it sends.
 
-    `gain` has the expected seconds of either way; `endpoint` is where the KV goes.
+    `gain` has the expected seconds of either way; the KV goes to `endpoint`.
     """
 
     pool: str
@@ -47,7 +48,8 @@ class Offload(NamedTuple):
 class PrefillPool:
     """A pool as its users see it: costs, link, threshold, and the estimated work that waits there.
 
-    `cached_tokens` tells how much of a prompt the pool holds; without it, nothing. Raises `UsageError`.
+    `cached_tokens` returns how many tokens of a prompt the pool holds; without it, the pool counts as empty. Raises
+    `UsageError`.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class PrefillPool:
             raise UsageError("a pool needs nodes >= 1, threshold_tokens >= 0 and hysteresis >= 0")
         self.name = name
         self.threshold_tokens = threshold_tokens
-        """Uncached tokens beyond which prompts go there; set it as a plan or a `ThresholdController` says."""
+        """Uncached tokens above which prompts go to the pool; a plan or a `ThresholdController` gives the value."""
         self.prefill_s, self.kv_bytes, self.link = prefill_s, kv_bytes, link
         self.ample, self.hysteresis = ample, hysteresis
         self._nodes = nodes
@@ -80,16 +82,16 @@ class PrefillPool:
         return min(self._cached_tokens(chain), chain.n_tokens - 1) if self._cached_tokens else 0
 
     def report(self, now: float, wait_s: float = 0.0, queued_bytes: float = 0.0, utilisation: float = 0.0) -> None:
-        """Take the pool's real state: seconds until a node is free, bytes queued for the link, share of others."""
+        """Take the pool's real state: seconds until a node is free, bytes queued for the link, others' share of it."""
         if not (wait_s >= 0 and queued_bytes >= 0 and 0 <= utilisation <= 1):
             raise UsageError("a pool reports wait_s >= 0, queued_bytes >= 0 and a utilisation of 0 to 1")
         self._at = now
-        # By the time that the last of its nodes is free, all of them have done that much.
+        # The wait counts for each node: together the nodes do so many seconds of work in that time.
         self._busy_s, self._queued_bytes = wait_s * self._nodes, queued_bytes
         self.link = self.link.used(utilisation)
 
     def waits_s(self, now: float) -> float:
-        """Return the seconds before a prompt's KV begins to come: nodes busy, or the link, whichever is longer."""
+        """Return the seconds until a prompt's KV begins to come: the longer of the nodes' and the link's waits."""
         passed = max(0.0, now - self._at)
         busy_s = max(0.0, self._busy_s - passed * self._nodes)
         rate = self.link.effective_bytes_per_s
@@ -97,7 +99,7 @@ class PrefillPool:
         return max(busy_s / self._nodes, queued / rate if rate > 0 else inf)
 
     def sent(self, offload: Offload, now: float) -> None:
-        """Count a prompt that goes there."""
+        """Count a prompt that goes to the pool."""
         passed = max(0.0, now - self._at)
         self._at = max(now, self._at)
         self._busy_s = max(0.0, self._busy_s - passed * self._nodes) + self.prefill_s(offload.computed_tokens)
@@ -129,10 +131,10 @@ class PrefillPool:
 
 
 class PrefillOffload:
-    """A policy with a pool behind it: each endpoint is weighed with the cheaper of its two ways, by the policy inside.
+    """A policy with a pool behind it: the wrapped policy weighs each endpoint with the cheaper of its two ways.
 
-    `last` is what the pool is asked for the prompt decided last, or None; read it right after `Node.route`. The reason
-    of such a decision begins with the pool's name.
+    `last` is the pool's work for the prompt decided last, or None; read it right after `Node.route`. The reason of a
+    decision for the pool begins with the pool's name.
     """
 
     def __init__(self, policy: Policy, pool: PrefillPool) -> None:
@@ -142,7 +144,7 @@ class PrefillOffload:
         self.keeps_local = bool(getattr(policy, "keeps_local", False))
 
     def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
-        """Replace each endpoint that gains by the pool, and let the policy inside decide. O(candidates)."""
+        """Replace each candidate that gains by the pool, and let the wrapped policy decide. O(candidates)."""
         self.last = None
         own = any(c.local for c in candidates)
         offers: dict[str, Offload] = {}
@@ -164,7 +166,7 @@ class PrefillOffload:
 
 
 def _through(candidate: Candidate, offer: Offload) -> Candidate:
-    """The endpoint with the prompt's KV on its way: all of it is there by then, and no queue to wait in."""
+    """Return the candidate as it is through the pool: all of the prompt is held by then, and there is no queue."""
     way_s = candidate.rtt_s + offer.gain.remote_s
     return candidate._replace(
         matched_tokens=candidate.prompt_tokens,

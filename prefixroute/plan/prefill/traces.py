@@ -1,4 +1,4 @@
-"""Traces of requests: when they came, how long they were, and what a cache would have held of them.
+"""Traces of requests: when they came, how long they were, and how much of them a cache would have held.
 
 | file | read are |
 |---|---|
@@ -6,7 +6,8 @@
 | CSV with a header | `input_length`, `ContextTokens` or `num_prefill_tokens`; `TIMESTAMP` as a date and time |
 | a number a line | lengths alone |
 
-Rule: equal ids of blocks are equal prefixes. What an endless cache holds is taken off, for lengths are uncached tokens.
+Rule: equal block ids mean equal prefixes. Lengths are uncached tokens: those that an unbounded cache would hold are
+subtracted.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from prefixroute import UsageError
 from .lengths import incremental
 
 BLOCK_TOKENS = 512
-"""Of an id in `hash_ids`, in the published traces."""
+"""Tokens of one id in `hash_ids`, in the published traces."""
 
 _LENGTHS = ("input_length", "ContextTokens", "num_prefill_tokens", "input_toks")
 _TIMES = ("timestamp", "arrival_time_ns", "TIMESTAMP")
 
 
 class TraceRequest(NamedTuple):
-    """One request: seconds since the first one (None without times), prompt tokens, and how many were cached."""
+    """One request: seconds since the first request (None in a trace without times), prompt tokens, cached tokens."""
 
     at: float | None
     tokens: int
@@ -38,7 +39,7 @@ class TraceRequest(NamedTuple):
 
     @property
     def uncached_tokens(self) -> int:
-        """What is left to prefill."""
+        """Tokens left to prefill."""
         return self.tokens - self.cached_tokens
 
 
@@ -103,7 +104,7 @@ _DATE = re.compile(r"(\d+)-(\d+)-(\d+)[ T](\d+):(\d+):(\d+)(\.\d+)?Z?")
 
 
 def _seconds(date: str) -> float:
-    """Return a date and time as seconds: only differences matter, so no zone does."""
+    """Return a date and time as seconds; only differences matter, so the time zone does not."""
     found = _DATE.fullmatch(date.strip())
     if found is None:
         raise ValueError(date)

@@ -1,6 +1,7 @@
 """``prefixroute simulate place --changes``: a placement that follows load and fleet against one that stays as planned.
 
-Rule: both sides see the same arrivals, congestion and losses, and route on what is booked; only one learns and moves.
+Rule: both sides meet the same arrivals, congestion and losses of servers, and route by the bookings; only one side
+learns from measurements and moves blocks.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from .wan import network
 
 CALM_REQUESTS = 60
 CONGESTED = 3.0
-"""Times the round trip, while there is congestion."""
+"""Factor of the round trip during congestion."""
 
 
 class StoryTask(NamedTuple):
-    """One run of both sides: a calm rate, a rate that it jumps to, and whether links and a server are in trouble."""
+    """One run of both sides: requests a second before and after a jump, and whether links and a server have trouble."""
 
     source: str
     shape: FleetShape
@@ -38,7 +39,7 @@ class StoryTask(NamedTuple):
 
 
 class StoryResult(NamedTuple):
-    """What came of a run: mean seconds of a request on each side, and what following took."""
+    """The result of a run: mean seconds of a request on each side, and the moves of the side that follows."""
 
     stays_s: float
     follows_s: float
@@ -46,7 +47,7 @@ class StoryResult(NamedTuple):
     moves: int
     gaps_s: float
     answered_s: float | None
-    """From the jump until the first server was told to move; None if none was."""
+    """Seconds from the jump until the first server was told to move; None if no server was."""
 
 
 def run_story(task: StoryTask) -> StoryResult:

@@ -2,9 +2,9 @@
 
 Rules:
 1. All contenders of a run have the same servers, round trips, arrivals and fixed delays: nothing is added to one side.
-2. A gain is a ratio of means over the same seeds; beside it stand the mean of the ratios with its interval, and in how
-   many runs the contender was the worse one.
-3. Figures depend on how many requests a run has where a contender cannot keep up: the number is part of the result.
+2. A gain is a ratio of means over the same seeds; beside it stand the mean of the ratios with its interval, and the
+   number of runs in which the contender was worse.
+3. Where a contender cannot keep up, its figures depend on the number of requests: that number is part of the result.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ BASELINE = "petals"
 
 
 class PlacementCase(NamedTuple):
-    """What contenders meet: a problem, PETALS' view of it, the order in which servers joined, rate and shares."""
+    """The task of all contenders: a problem, PETALS' view of it, the order in which servers joined, and the load.
+
+    `rate` is requests a second, `shares` each client's share of them.
+    """
 
     problem: Problem
     raw_rtt_ms: Any
@@ -103,12 +106,12 @@ CONTENDERS: dict[str, Callable[[PlacementCase], PlacedFleet]] = {
     "cg-bp": _conservative,
     "adaptive": _adaptive,
 }
-"""petals: its placement and routing, with its reserve; lenient: sessions may use all memory; waiting: our routing on
-its placement; cg-bp and adaptive: our placements with our routing."""
+"""petals: the baseline's placement and routing, with its reserve of memory; lenient: the same, but sessions may use all
+memory; waiting: our routing on PETALS' placement; cg-bp and adaptive: our placements with our routing."""
 
 
 class PlacementTask(NamedTuple):
-    """One run of all contenders: a network (built-in or file) or a fleet file, a rate, a seed."""
+    """One run of all contenders: a network (built-in or file) or a fleet file, requests a second, a seed."""
 
     source: str
     fleet_file: bool
@@ -121,7 +124,7 @@ class PlacementTask(NamedTuple):
 
 
 class PlacementRun(NamedTuple):
-    """Means of one contender in one run, in seconds, and its 99th percentile of the whole."""
+    """One contender in one run, in seconds: means of whole requests, first tokens and waits; `p99_s` of the whole."""
 
     whole_s: float
     first_s: float
@@ -258,7 +261,7 @@ def tasks_of(options: argparse.Namespace) -> list[PlacementTask]:
 
 
 def run_options(options: argparse.Namespace) -> int:
-    """Run the command. Raises `UsageError` for what cannot be simulated."""
+    """Run the command. Raises `UsageError` for options or a file that cannot be simulated."""
     tasks = tasks_of(options)
     if options.changes:
         return _run_changes(options)
@@ -317,7 +320,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(path: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Draw the mean over all networks by rate. Raises `UsageError` without matplotlib."""
+    """Draw the mean over all networks against the rate. Raises `UsageError` without matplotlib."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for name in dict.fromkeys(row["contender"] for row in rows):
         mine = [row for row in rows if row["contender"] == name]

@@ -1,9 +1,9 @@
 """The online planner in a world that changes: congestion comes and goes, servers slow down, leave and join, load jumps.
 
 Rules:
-1. The world's times are the truth; the planner sees them only through measurements, with noise, of requests that ended.
-2. Requests start in the order in which slots really come free, whatever the planner expected.
-3. A request that loses a server begins anew, and its first arrival counts.
+1. The world knows the true times; the planner sees only noisy measurements of requests that have ended.
+2. Requests start in the order in which slots really become free, whatever the planner expected.
+3. A request that loses a server begins anew; its time still counts from its first arrival.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ GIVE_UP_S = 3600.0
 
 
 class WorldChange(NamedTuple):
-    """Something that happens: at `at_s` the round trips or the speed of servers are multiplied, or servers leave.
+    """A change of the world: at `at_s` the round trips or block times of servers are multiplied, or servers leave.
 
-    "congest" multiplies round trips between every client and these servers, "slow" their block times; 1.0 ends it.
+    "congest" multiplies round trips between every client and these servers, "slow" multiplies their block times; a
+    factor of 1.0 ends either.
     """
 
     at_s: float
@@ -40,17 +41,17 @@ class WorldChange(NamedTuple):
 
 
 class WorldStory(NamedTuple):
-    """How requests fared (in the order of arrival, those served), and what the planner did."""
+    """The served requests, in the order of arrival, and what the planner did."""
 
     done: list[tuple[Ask, Done]]
     unserved: int
     restarts: int
     moves: list[tuple[float, int, int]]
-    """(when begun, server, blocks loaded)."""
+    """(seconds at which it began, server, blocks loaded) of each move."""
     gaps_s: float
     """Seconds in which some block was on no serving server."""
     decided_s: list[float]
-    """When servers were told to drain, or to load at once."""
+    """Moments, in seconds, at which servers were told to drain, or to load at once."""
 
 
 class _Session(NamedTuple):
@@ -96,7 +97,7 @@ class ChangingWorld:
         self._agenda.plan(TICK_S, self._tick, None)
 
     def run(self) -> WorldStory:
-        """Run until every request is served, or given up since nothing will serve it."""
+        """Run until every request is served, or is given up because no server will ever serve it."""
         unserved = 0
         while self._left:
             if self._agenda.next_at() > self._last_s + GIVE_UP_S:
@@ -217,7 +218,7 @@ class ChangingWorld:
             self._route(session.ask, now, again=True)
 
     def _ping(self, now: float) -> None:
-        """Measure every link, used or not: one that was congested would else never be tried again."""
+        """Measure every link, used or not; without that a link once congested would never be tried again."""
         for client in range(self._truth.clients):
             for server in range(self._truth.servers):
                 if server not in self._gone:

@@ -1,7 +1,7 @@
 """Fleets for simulations of placement: a 176-billion-parameter model on few large and many small servers of a network.
 
-Rule: the constants are those of the published experiments, so that figures can be compared; what is random comes from
-one seed, in the order of the published recipe.
+Rule: the constants are those of the published experiments, so that figures can be compared; all random numbers come
+from one seed, in the order of the published recipe.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .wan import Wan
 
 
 class ServerKind(NamedTuple):
-    """A kind of server: its memory, the times of a block, and PETALS' rates (`PetalsRates`)."""
+    """A kind of server: memory in bytes, milliseconds of a token and a prompt in one block, and its `PetalsRates`."""
 
     memory_bytes: float
     decode_ms: float
@@ -35,7 +35,7 @@ SMALL = ServerKind(8.2e9, 16.2488, 206.3547, 0.1041, 2757.72, 3138.10)
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
-    """What fleets are drawn with; the defaults are the published ones, without their fixed delays."""
+    """Parameters of drawn fleets; the defaults are the published ones, without their fixed delays."""
 
     servers: int = 20
     large_share: float = 0.2
@@ -67,7 +67,7 @@ class MadeFleet(NamedTuple):
 
 
 def made_fleet(wan: Wan, seed: int, shape: FleetShape | None = None) -> MadeFleet:
-    """Draw clients and servers from the places of a network: each its own place where there are enough."""
+    """Draw the places of clients and servers from a network; each has its own place if the network has enough."""
     shape = shape or FleetShape()
     rng = random.Random(1000 * seed + 7)
     places = list(range(len(wan.places)))

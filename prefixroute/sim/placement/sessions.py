@@ -2,9 +2,9 @@
 
 Rules:
 1. Both sides of a comparison meet the same arrivals, the same servers and the same fixed delays (none by default).
-2. A session holds the slots of its chain from arrival to completion; it waits for the server of its chain where slots
-   come free last, and finds that out by asking again, as clients do.
-3. Costs are those of the problem. What a router believes may differ; what a session takes does not.
+2. A session holds the slots of its chain from arrival to completion. It starts when the last server of its chain has
+   free slots, and finds that out by asking again and again, as clients do.
+3. A session takes the times of the problem, even if a router believes in others.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Route = Callable[[int, Ledger, float], Chain | None]
 
 
 class Ask(NamedTuple):
-    """A request: when it comes, and from which client."""
+    """A request: when it comes, in seconds, and from which client."""
 
     at_s: float
     client: int
 
 
 class Done(NamedTuple):
-    """A request that was served: its wait for slots, its time to the first token, and to the last."""
+    """A request that was served: seconds of its wait for slots, to its first token, and to its last."""
 
     wait_s: float
     first_s: float
@@ -41,7 +41,7 @@ class Done(NamedTuple):
 def poisson(
     rate: float, requests: int, rng: random.Random, clients: int = 1, weights: Sequence[float] | None = None
 ) -> list[Ask]:
-    """Draw arrivals of a Poisson process, the first at 0; clients by weight. Raises `UsageError` for no rate."""
+    """Draw Poisson arrivals at `rate` a second, the first at 0; clients by weight. Raises `UsageError` for no rate."""
     if rate <= 0 or requests < 1:
         raise UsageError("arrivals need a rate above 0 and one request at least")
     asks, at = [], 0.0
@@ -54,7 +54,7 @@ def poisson(
 
 
 def waiting_route(links: Links) -> Route:
-    """Route by waiting-penalised shortest path: what a request takes, and what it waits at each server."""
+    """Route by the shortest path, where a path's length is the request's time plus the wait at each server."""
 
     def route(client: int, ledger: Ledger, now: float) -> Chain | None:
         return links.shortest(
@@ -73,7 +73,7 @@ def serve(
 ) -> list[Done]:
     """Serve requests in the order of their arrival on spans that stay where they are.
 
-    Raises `UsageError` when a request finds no chain, or one that needs more slots than a server ever has.
+    Raises `UsageError` when a request finds no chain, or when its chain needs more slots than a server ever has.
     """
     links = Links(problem, spans)
     choose = route(links)
@@ -110,7 +110,7 @@ def read_arrivals(path: Path) -> list[float]:
             if line.lstrip().startswith("{"):
                 times.append(float(json.loads(line)["timestamp"]) / 1000)
             else:
-                # Seven digits of a second are one more than the parser takes.
+                # The trace has seven digits of a second; the parser takes six.
                 text = line.split(",")[0]
                 times.append(datetime.fromisoformat(text[:26]).replace(tzinfo=timezone.utc).timestamp())
         except (ValueError, KeyError, TypeError):
@@ -122,7 +122,7 @@ def read_arrivals(path: Path) -> list[float]:
 
 
 def from_trace(times: Sequence[float], rate: float, requests: int, rng: random.Random, clients: int = 1) -> list[Ask]:
-    """Take a part of a trace at a random place, stretched in time to a rate. Raises `UsageError` if it is too short."""
+    """Take a random part of a trace, stretched in time to a rate. Raises `UsageError` for a trace that is too short."""
     if len(times) < requests or requests < 2 or rate <= 0:
         raise UsageError(f"the trace has {len(times)} arrivals, and the run needs {requests}, two at least")
     first = rng.randrange(len(times) - requests + 1)

@@ -1,8 +1,8 @@
 """Wide-area round trips: small built-in matrices, and readers of topology files and of measured round trips.
 
 Rules:
-1. A matrix is the full round trip in milliseconds between every two places, zero from a place to itself only.
-2. What a file does not say is refused, by its line: a missing link must not become a free one.
+1. A matrix has the full round trip in milliseconds between every two places; only from a place to itself it is zero.
+2. A missing value is refused with its line, so that a missing link does not become a free one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Wan(NamedTuple):
 
 
 def of_links(name: str, places: Sequence[str], links: Sequence[tuple[int, int, float]]) -> Wan:
-    """Join places by links (from, to, one-way milliseconds): round trips are twice the shortest way.
+    """Join places by links (from, to, one-way milliseconds); a round trip is twice the shortest path.
 
     Raises `UsageError` when a place cannot be reached.
     """
@@ -92,7 +92,7 @@ def read_graph(path: Path) -> Wan:
 def read_landmarks(path: Path, places: int, rng: random.Random) -> Wan:
     """Read round trips to common landmarks (columns ``latency_m1`` ...), and draw so many places from rows.
 
-    Two places are taken to be as far from each other as by the nearest landmark of both: an upper bound. Raises
+    The round trip between two places is taken by way of the landmark that makes it shortest: an upper bound. Raises
     `UsageError` with the line.
     """
     rows: list[tuple[str, tuple[float, ...]]] = []
@@ -134,8 +134,8 @@ def _lines(path: Path) -> list[str]:
 FIBRE_KM_PER_MS = 200.0
 DETOUR = 1.5
 ACCESS_MS = 1.0
-"""Light in fibre, ways that are longer than straight ones, and the last mile: the built-in matrices are made of these
-and of where cities are. They are no measurement."""
+"""Speed of light in fibre, detours, and the last mile: the built-in matrices are computed from these and the places of
+cities. They are no measurement."""
 
 _CITIES = {
     "america": (

@@ -1,8 +1,8 @@
-"""What is asked of `sim.prefill`: what a set-up sustains, and what a link that loses its bandwidth for a while costs.
+"""The experiments of `sim.prefill`: the rate that a set-up sustains, and the cost of a link with less bandwidth.
 
 Rules:
-1. Set-ups are compared on the same prompts, at the same moments; another rate is the same arrivals nearer together.
-2. A rate is sustained when 99 % of the prompts have their first token by the time that the last one arrives.
+1. Set-ups are compared on the same prompts at the same moments; for another rate, all times are scaled.
+2. A rate is sustained when 99 % of the prompts have their first token by the time that the last prompt arrives.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from prefixroute.plan import ClusterFile, ControllerSettings, PrefillClusters, a
 from .clusters import LinkChange, PrefillRun, PrefillServed, PrefillSetup, PromptArrival, bursty
 
 KEPT_UP = 0.99
-"""Share of prompts with a first token when the last one arrives."""
+"""Share of prompts that must have a first token when the last prompt arrives."""
 
 ADAPTIVE = ControllerSettings(rise=1.3, dwell_s=15.0, least_change=0.1, queue_high_s=3.0, queue_low_s=1.0)
-"""Of the simulations: a new balance is reached in 3 s, where steps of 10 % a second take 5 s longer.
+"""Settings of the simulations: they reach a new balance in 3 s, where steps of 10 % a second take 5 s longer.
 
-At a constant load a dwell of 3 s and changes of 5 % move the threshold up to 11 times a minute, these 4 times at most.
+At a constant load a dwell of 3 s and changes of 5 % move the threshold up to 11 times a minute, these settings 4 times
+at most.
 """
 
 
@@ -37,7 +38,7 @@ class Latency(NamedTuple):
 
 
 def latency(ttft_s: Iterable[float]) -> Latency:
-    """Return mean and P90; the latter is the value of rank 0.9 n. Raises `UsageError` for no request."""
+    """Return mean and P90, the value of rank 0.9 n. Raises `UsageError` for no request."""
     ordered = sorted(ttft_s)
     if not ordered:
         raise UsageError("no request came in that time: simulate more of them")
@@ -45,7 +46,7 @@ def latency(ttft_s: Iterable[float]) -> Latency:
 
 
 def setups(file: ClusterFile, clusters: PrefillClusters) -> dict[str, PrefillSetup]:
-    """Return the plan as a set-up, beside all to the pool, and all local on as many nodes as cost the same."""
+    """Return three set-ups: the plan, all prompts to the pool, and all local on nodes that together cost the same."""
     plan = best_plan(clusters)
     decode, layers, rtt_s = file.decode, file.model.layers, file.link.rtt_ms / 1000
 
@@ -87,7 +88,8 @@ def sustained(setup: PrefillSetup, arrivals: Sequence[PromptArrival], most: floa
 class Episode:
     """A link that carries `share` of its bandwidth from `begin_s` for `length_s`, under bursty load.
 
-    What comes until `over_s` after its end still feels it, and counts neither as in it nor as outside.
+    Prompts that come until `over_s` after the end still feel the episode, and count neither as during it nor as
+    outside. `rate` is prompts a second, `times` and `burst_s` are those of `bursty`.
     """
 
     rate: float
@@ -101,7 +103,7 @@ class Episode:
 
     @property
     def end_s(self) -> float:
-        """When the link is whole again."""
+        """The second at which the link has all its bandwidth again."""
         return self.begin_s + self.length_s
 
     def arrivals(self, clusters: PrefillClusters, seed: int) -> list[PromptArrival]:
@@ -110,13 +112,16 @@ class Episode:
         return bursty(clusters.lengths, self.rate, n, random.Random(seed), self.times, self.burst_s)
 
     def changes(self, clusters: PrefillClusters) -> tuple[LinkChange, LinkChange]:
-        """Return what happens to the link."""
+        """Return the two changes of the link: less bandwidth, and all of it again."""
         whole = clusters.egress_bytes_per_s
         return LinkChange(self.begin_s, self.share * whole), LinkChange(self.end_s, whole)
 
 
 class EpisodeTimes(NamedTuple):
-    """One run: seconds to first token of requests that came during the episode, soon after, and outside it; moves."""
+    """One run: seconds to first token of requests that came during the episode, soon after it, and outside of both.
+
+    `moves` counts the changes of the threshold.
+    """
 
     during: list[float]
     after: list[float]
@@ -127,7 +132,7 @@ class EpisodeTimes(NamedTuple):
 def through(
     episode: Episode, setup: PrefillSetup, seed: int, adaptive: ControllerSettings | None
 ) -> tuple[PrefillServed, EpisodeTimes]:
-    """Run a set-up through an episode, with its threshold fixed, or followed by a controller."""
+    """Run a set-up through an episode, with a fixed threshold, or with a controller that moves the threshold."""
     arrivals = episode.arrivals(setup.clusters, seed)
     served = PrefillRun(replace(setup, changes=episode.changes(setup.clusters), adaptive=adaptive), arrivals).run()
     times = EpisodeTimes([], [], [], len(served.thresholds) - 1)

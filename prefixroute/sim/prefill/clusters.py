@@ -1,13 +1,15 @@
-"""Two clusters in virtual time: arrivals, prefill here or in the pool, KV over a shared link, decode slots.
+"""Two clusters in virtual time: arrivals, local or pool prefill, KV over a shared link, decode slots.
 
     arrival -> prefill queue of its role -> [KV over the link, from the pool] -> decode slot -> first token
 
 Rules:
 1. Each role has one queue, first come first served; a prefill node serves one prompt at a time.
-2. The first token is counted when a decode slot takes the prompt, its KV there.
-3. A fixed threshold is one number; an adaptive one is a `ThresholdController` on the link's own signs, once a second.
-4. At one moment KV that crossed the link comes first, then events by their kind, as in `_ARRIVE` to `_CONVERTED`.
-5. Everything random is in the arrivals: the same arrivals give the same run.
+2. The first token is counted when a decode slot takes the prompt, whose KV has then arrived.
+3. A fixed threshold is one number; an adaptive one is set once a second by a `ThresholdController` that watches the
+   link.
+4. At one moment KV that crossed the link comes first, then events by their kind, in the order `_ARRIVE` to
+   `_CONVERTED`.
+5. Only the arrivals are random: the same arrivals give the same run.
 """
 
 from __future__ import annotations
@@ -35,16 +37,17 @@ class PromptArrival(NamedTuple):
 
 
 def poisson(lengths: Lengths, rate: float, requests: int, rng: random.Random) -> list[PromptArrival]:
-    """Return arrivals at a rate a second. Raises `UsageError` for a rate or a number that is not positive."""
+    """Return Poisson arrivals, `rate` a second. Raises `UsageError` for a rate or a number that is not positive."""
     return bursty(lengths, rate, requests, rng, 1.0, 1.0)
 
 
 def bursty(
     lengths: Lengths, rate: float, requests: int, rng: random.Random, times: float = 2.0, burst_s: float = 10.0
 ) -> list[PromptArrival]:
-    """Return arrivals at a mean rate whose rate changes at random: bursts of `times` the rate, and calm between them.
+    """Return arrivals with a mean rate, a second, that alternate at random between bursts of `times` the rate and calm.
 
-    A burst lasts `burst_s` on average, the calm after it `times` as long at a rate `times` less: the mean is kept.
+    A burst lasts `burst_s` on average. The calm after it lasts `times` as long, at a rate `times` less, which keeps the
+    mean.
     """
     if not rate > 0 or requests < 1 or not times >= 1 or not burst_s > 0:
         raise UsageError("arrivals need rate > 0, requests >= 1, times >= 1 and burst_s > 0")
@@ -63,7 +66,7 @@ def bursty(
 
 
 class LinkChange(NamedTuple):
-    """The link carries `bytes_per_s` from second `at` on."""
+    """A change of the link: it carries `bytes_per_s` from second `at` on."""
 
     at: float
     bytes_per_s: float
@@ -71,11 +74,11 @@ class LinkChange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefillSetup:
-    """Who does what in a run, and by which threshold; `adaptive` has a controller follow the link from there.
+    """The nodes of each role, and the threshold; with `adaptive` a controller moves the threshold from that start.
 
-    `clusters` gives curves and the link's nominal bandwidth; nodes are those of the set-up. With `rebalance_s` the slow
-    loop plans anew each time that it is over; a node that it converts works on until it is free, and then for
-    `convert_s` not at all. Raises `UsageError`.
+    `clusters` gives the curves and the link's nominal bandwidth; numbers of nodes are those of the set-up. With
+    `rebalance_s` the slow loop plans anew every so many seconds. A node that it converts finishes its work, and then
+    does no work for `convert_s`. `transfer_bytes_per_s` bounds one transfer. Raises `UsageError`.
     """
 
     clusters: PrefillClusters
@@ -104,7 +107,7 @@ class PrefillSetup:
 class PrefillServed(NamedTuple):
     """A run, request by request in the order of arrival: seconds to first token, and whether the pool prefilled it.
 
-    `thresholds` are (time, tokens) of every change; `sent_bytes` crossed the link by `ended_at`.
+    `thresholds` has (second, tokens) of every change; `sent_bytes` crossed the link until `ended_at`, in seconds.
     """
 
     ttft_s: list[float]
@@ -123,7 +126,7 @@ def clusters_of(setup: PrefillSetup) -> PrefillClusters:
 
 
 class _Role:
-    """Nodes that prefill, the queue before them, and how many are to leave as soon as they are free."""
+    """Nodes that prefill, the queue before them, and the number of nodes that leave the role when they are free."""
 
     __slots__ = ("free", "leaving", "waiting")
 
@@ -164,7 +167,7 @@ class PrefillRun:
             self._threshold = -1.0
         elif not setup.pool_nodes:
             self._threshold = inf
-        # Where one role has no nodes there is nothing to divide.
+        # When one role has no nodes, there are no prompts to divide.
         both = setup.pool_nodes and setup.prefill_nodes
         self._fast = (
             FastLoop(clusters_of(setup), setup.prefill_nodes, setup.threshold_tokens, setup.adaptive, self._link)
@@ -178,7 +181,7 @@ class PrefillRun:
         self.conversions: list[tuple[float, str]] = []
 
     def run(self) -> PrefillServed:
-        """Run until all have a first token."""
+        """Run until all prompts have a first token."""
         setup, arrivals, agenda = self._setup, self._arrivals, self._agenda
         for i, change in enumerate(setup.changes):
             self._plan(change.at, _CHANGE, i)
@@ -216,7 +219,7 @@ class PrefillRun:
         self._start(remote, now)
 
     def _start(self, remote: bool, now: float) -> None:
-        """Give the role's free nodes what waits."""
+        """Give the waiting prompts of a role to its free nodes."""
         role, clusters = (self._pool if remote else self._local), self._setup.clusters
         while role.free and role.waiting:
             role.free -= 1
@@ -242,7 +245,7 @@ class PrefillRun:
         self._start(True, now)
 
     def _arrived(self, request: int, now: float) -> None:
-        """The KV is here: decode as soon as there is a slot."""
+        """Note that a prompt's KV has arrived; it is decoded as soon as there is a slot."""
         self._for_slot.append(request)
         self._decode(now)
 
@@ -287,9 +290,9 @@ class PrefillRun:
         self._plan(now + self._setup.rebalance_s, _REPLAN, 0)
 
     def _convert(self, role: str, now: float) -> None:
-        """Have a node change its role: it takes no new work, and changes when it has finished its present work."""
+        """Make a node change its role: it takes no new work, and changes when it has finished its present work."""
         if role == "prefill":
-            # Decode slots are alike here: the node's are those that become free next.
+            # Decode slots are not told apart: the slots that become free next leave with the node.
             self._slots -= self._setup.decode.slots
             self._become(_PREFILLS, now + self._setup.decode.request_s)
         elif self._local.free:

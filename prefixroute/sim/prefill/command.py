@@ -1,6 +1,6 @@
-"""``prefixroute simulate prefill CLUSTER``: the plan against all local and all to the pool, with arrivals.
+"""``prefixroute simulate prefill CLUSTER``: the plan, against all prompts local and all to the pool, with arrivals.
 
-With ``--cut`` the link loses bandwidth for a while, and a fixed threshold is held against one that follows the link.
+With ``--cut`` the link loses bandwidth for a while, and a fixed threshold is compared with one that follows the link.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run_options(options: argparse.Namespace) -> int:
     check_writable(options.json)
     check_writable(options.plot)
     if options.trace is not None:
-        # A plan is for the lengths that come.
+        # The plan is made for the lengths of the trace.
         clusters = replace(clusters, lengths=Empirical(arrival.tokens for arrival in _traced(options)))
     if options.cut is not None:
         result, lines = _cut(file, clusters, options)
@@ -85,7 +85,7 @@ def _traced(options: argparse.Namespace) -> list[PromptArrival]:
 def _compare(
     file: ClusterFile, clusters: PrefillClusters, options: argparse.Namespace
 ) -> tuple[dict[str, Any], list[str]]:
-    """Run each set-up at the rate, and find what it sustains."""
+    """Run each set-up at the rate, and find the rate that it sustains."""
     plan = best_plan(clusters)
     rate = options.rate or plan.requests_per_s / 2
     found: dict[str, dict[str, Any]] = {}
@@ -128,7 +128,7 @@ def _compare(
 def found_times(
     file: ClusterFile, clusters: PrefillClusters, options: argparse.Namespace, rate: float
 ) -> dict[str, list[tuple[float, float]]]:
-    """Return by set-up (time of arrival, mean seconds to first token around it) for a plot."""
+    """Return by set-up (second of arrival, mean seconds to first token around that time) for a plot."""
     arrivals = _arrivals(clusters, options, 1, rate)
     return {
         name: over_time(arrivals, PrefillRun(setup, arrivals).run().ttft_s)
@@ -168,7 +168,7 @@ def _cut(file: ClusterFile, clusters: PrefillClusters, options: argparse.Namespa
 def over_time(
     arrivals: Sequence[PromptArrival], ttft_s: Sequence[float], window_s: float = 20.0
 ) -> list[tuple[float, float]]:
-    """Return the mean seconds to first token by time of arrival, in windows."""
+    """Return (second of arrival, mean seconds to first token) in windows of `window_s`."""
     sums: dict[int, list[float]] = {}
     for arrival, ttft in zip(arrivals, ttft_s, strict=True):
         sums.setdefault(int(arrival.at / window_s), []).append(ttft)

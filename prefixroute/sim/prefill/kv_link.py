@@ -1,10 +1,10 @@
-"""A link that carries KV from a pool: a fluid shared evenly by the transfers that are under way.
+"""A link that carries KV from a pool, modelled as a fluid: the transfers under way share it evenly.
 
 Rules:
-1. A transfer begins with its prefill. While the prompt is computed no more can be sent than has been made, and the last
-   layer is made at the end: what is left then is at least its share.
+1. A transfer begins with its prefill. While the prompt is computed, only KV that exists can be sent. The last layer is
+   computed at the end, so at least that layer's share is left to send then.
 2. Bandwidth is shared evenly among transfers that could take more, up to what the connections of one transfer carry.
-3. Between two events rates do not change, so nothing is integrated but straight lines. O(transfers) an event.
+3. Between two events rates do not change, so only straight lines are integrated. O(transfers) an event.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prefixroute import UsageError
 
 
 class Transfer:
-    """One prompt's KV: bytes that are left, and the rate at which it may be sent."""
+    """One prompt's KV: the bytes left to send, and the bytes a second at which they may be sent."""
 
     __slots__ = ("bound", "left", "rate", "request")
 
@@ -27,16 +27,16 @@ class Transfer:
 
 
 class SharedLink:
-    """The link. `bytes_per_s` may change at any time; call `advance` before anything is changed."""
+    """The link; `bytes_per_s` may change at any time, but `advance` must be called before a change."""
 
     def __init__(self, bytes_per_s: float, layers: int, transfer_bytes_per_s: float = inf) -> None:
         if not bytes_per_s > 0 or layers < 1 or not transfer_bytes_per_s > 0:
             raise UsageError("a link needs bytes_per_s > 0, layers >= 1 and transfer_bytes_per_s > 0")
         self.bytes_per_s = bytes_per_s
         self.sent_bytes = 0.0
-        """All that was sent so far."""
+        """Bytes sent so far."""
         self.limited_s = 0.0
-        """Seconds in which the link, and nothing else, held transfers up."""
+        """Seconds in which the link alone limited transfers."""
         self._layers = layers
         self._most = transfer_bytes_per_s
         self._open: dict[int, Transfer] = {}
@@ -48,7 +48,7 @@ class SharedLink:
 
     @property
     def left_bytes(self) -> float:
-        """Bytes that transfers under way have still to send."""
+        """Bytes that the transfers under way still have to send."""
         return sum(transfer.left for transfer in self._open.values())
 
     def begin(self, request: int, kv_bytes: float, prefill_s: float, now: float) -> None:
@@ -59,7 +59,7 @@ class SharedLink:
         self._share()
 
     def computed(self, request: int, now: float) -> None:
-        """The prefill is over: all of the KV is there to be sent."""
+        """Note that a prefill is over: from now on all of its KV can be sent."""
         self.advance(now)
         self._open[request].bound = self._most
         self._share()
@@ -71,7 +71,7 @@ class SharedLink:
         self._share()
 
     def next_end(self) -> float:
-        """Return when the next transfer ends if nothing else happens; infinite without one."""
+        """Return the second at which the next transfer ends if nothing else happens; infinite without a transfer."""
         ends = (t.left / t.rate for t in self._open.values() if t.rate > 0)
         return self._at + min(ends, default=inf)
 
@@ -99,7 +99,7 @@ class SharedLink:
         return done
 
     def _share(self) -> None:
-        """Fill the bounds from the smallest up: a transfer bounded below an even share leaves more to the others."""
+        """Share the bandwidth, smallest bound first: a transfer bounded below an even share leaves more to others."""
         left, waiting = self.bytes_per_s, sorted(self._open.values(), key=lambda transfer: transfer.bound)
         self._limited = False
         for i, transfer in enumerate(waiting):

@@ -1,7 +1,7 @@
 """The fast loop of two clusters in the simulator: what an operator's own code would do once a second.
 
-Rule: it sees what an operator can see: the counters of its connections, its own queues, and the link's nominal rate. A
-link that was cut says nothing; what it still carries is learnt from transfers that it holds up.
+Rule: the loop sees what an operator can see: the counters of its connections, its own queues, and the link's nominal
+rate. A link does not report that it has less bandwidth; the loop learns it from transfers that the link slows down.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from prefixroute.plan import (
 from .kv_link import SharedLink
 
 TICK_S = 1.0
-"""Pace of the fast loop."""
+"""Seconds between two steps of the fast loop."""
 
 HORIZON_S = 60.0
-"""How far it looks ahead: as long as trouble lasts, or a burst counts as such.
+"""Seconds that the loop looks ahead: as long as a link's trouble lasts, so that a burst does not count as trouble.
 
 With 20 s thresholds moved three times as often, and bursts of twice the rate cost 7.6 % of P90 on a whole link.
 """
 
 CAUTION = 1.25
-"""A queue here outlives the trouble, a queue for the link does not: the link may be that much the busier side."""
+"""Factor by which the link may be busier than local prefill: its queue ends with its trouble, a local queue later."""
 
 
 class FastLoop:
-    """A controller with its eyes on a link."""
+    """A threshold controller, and the monitors of the link that it follows."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class FastLoop:
         self._sent = self._limited_s = self._rate = 0.0
 
     def replan(self, optimum: float, prefill_nodes: int) -> float:
-        """Take the slow loop's word; return the threshold in force."""
+        """Take the slow loop's new optimum; return the threshold in force, in tokens."""
         self._prefill_nodes = prefill_nodes
         return self._controller.replan(optimum)
 
     def step(self, now: float, backlog: Backlog, arrived: int) -> float:
-        """Return the threshold in force. `arrived` prompts came in the last second."""
+        """Take one step; return the threshold in force, in tokens. `arrived` prompts came in the last second."""
         link = self._link
         sent, limited = (link.sent_bytes - self._sent) / TICK_S, (link.limited_s - self._limited_s) / TICK_S
         self._sent, self._limited_s = link.sent_bytes, link.limited_s
@@ -70,6 +70,6 @@ class FastLoop:
         return controller.step(state, now, self._ceiling(carries, backlog) if busy else inf)
 
     def _ceiling(self, carries: float, backlog: Backlog) -> float:
-        """Beyond this, local prefill would be the busier side."""
+        """Return the threshold in tokens above which local prefill would be the busier side."""
         clusters = replace(self._clusters, egress_bytes_per_s=carries)
         return relief_threshold(clusters, self._prefill_nodes, self._rate, backlog, HORIZON_S, CAUTION)

@@ -1,9 +1,9 @@
 """One cell of a grid: a fleet, a workload and a load, run with several policies on the same requests.
 
 Rules:
-1. Load is the share of time that the engines would work without routing; the rate follows from it, trace by trace.
-2. `none` is the engines alone. `exact` is the default rule on exact knowledge, `central` a router without any delay.
-3. Traces are kept for a while, so that cells that differ in delay, gossip or load share them.
+1. Load is the share of time that the engines would work without routing; each trace's request rate follows from it.
+2. `none` is no routing. `exact` is the default rule on exact knowledge, `central` a router without any delay.
+3. Traces are cached, so that cells that differ only in delay, gossip or load share them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .serving_engine import LruBlocks, Speed
 from .workloads import ArrivalTrace, maker
 
 DEFAULT = "rent" if "rent" in POLICIES else "greedy"
-"""The policy that nodes have unless told otherwise."""
+"""The policy that nodes have by default."""
 
 RULES = (*POLICIES, "exact", "central")
 """Policies that a cell knows, by name."""
@@ -31,10 +31,11 @@ RULES = (*POLICIES, "exact", "central")
 
 @dataclass(frozen=True, slots=True)
 class CellSettings:
-    """A cell. `capacity` is each cache's share of all prefix tokens, `load` that of the engines' time without routing.
+    """A cell: `capacity` is each cache's share of all prefix tokens, `load` is the engines' busy share without routing.
 
-    `extra` is passed on to `ServingSettings`, `workload_options` to the workload's maker. With `rate` (requests a
-    second over all nodes) `load` is not used. Raises `UsageError` for a cell that cannot be.
+    `extra` is passed on to `ServingSettings`, `workload_options` to the workload's maker. `gossip_s` (a round) and
+    `delay_s` (one way) are seconds. With a `rate` (requests a second over all nodes) `load` is not used. Raises
+    `UsageError` for values out of range.
     """
 
     nodes: int = 4
@@ -79,7 +80,7 @@ class RunOf(NamedTuple):
 def unit_trace(
     workload: str, options: tuple[tuple[str, Any], ...], rate: float, requests: int, origins: int, seed: int
 ) -> ArrivalTrace:
-    """Return a trace of rate 1; those that change by the clock are made for `rate`."""
+    """Return a trace of rate 1; a workload that changes with time is made for `rate` and then scaled."""
     return maker(workload, **dict(options))(rate, requests, origins, seed)
 
 
@@ -95,7 +96,7 @@ def _work_s(
     whole: bool,
     speed: Speed,
 ) -> float:
-    """Return the mean service time without routing. Without forwards it depends on the order of arrivals alone."""
+    """Return the mean service time without routing, in seconds; it depends on the order of arrivals alone."""
     trace = unit_trace(workload, options, rate, requests, nodes, seed)
     block = trace.domain.block_size
     caches = [LruBlocks(int(capacity * trace.prefix_tokens / block), block, whole) for _ in range(nodes)]
@@ -116,7 +117,7 @@ def trace_of(cell: CellSettings, seed: int) -> ArrivalTrace:
         return unit_trace(cell.workload, cell.workload_options, told, cell.requests, cell.nodes, seed)
 
     if not rate:
-        # What changes by the clock changes with the rate: the second guess is near enough.
+        # A workload that changes with time depends on the rate: the second guess of the rate is near enough.
         rate = 1.0
         for _ in range(2 if cell.workload == "rotate" else 1):
             told = round(rate, 6) if cell.workload == "rotate" else 1.0
@@ -150,7 +151,7 @@ def run_cell(cell: CellSettings, policy: str, seed: int, trace: ArrivalTrace | N
 
 
 def run_policies(cell: CellSettings, policies: Sequence[str], seeds: Sequence[int]) -> dict[str, list[Figures]]:
-    """Run a cell's policies on each seed's trace; return the figures of each policy, a list over seeds."""
+    """Run a cell's policies on each seed's trace; return by policy a list of figures, one for each seed."""
     found: dict[str, list[Figures]] = {policy: [] for policy in policies}
     for seed in seeds:
         trace = trace_of(cell, seed)
@@ -171,7 +172,7 @@ def cell(
     policies: Sequence[str] = (),
     **extra: Any,
 ) -> dict[str, dict[str, float]]:
-    """Run one cell and return, by policy, mean, p99, their ratios to `none`, hit rates, shares.
+    """Run one cell; return by policy the mean and p99 (seconds), their ratios to `none`, hit rates and shares.
 
     `extra` are settings of the fleet (`ServingSettings`): slower, loss, gossip_delay, told_rate, whole_prompts, ...
     """

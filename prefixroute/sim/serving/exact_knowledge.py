@@ -1,13 +1,13 @@
-"""The same policies on exact knowledge, without gossip: the bound of what better news could give a router.
+"""The same policies on exact knowledge, without gossip: the bound of what fresher news could give a router.
 
 Rules:
-1. One node owns all endpoints and hears every engine at once; it only looks prompts up.
-2. What it finds is relabelled as the origin sees it: its own endpoint is local, the others are a round trip away.
-3. Waits are those of the engines' queues when the request would reach them, with all that is on its way there, whoever
-   sent it; and what is on its way will be held when it has arrived. Room and ages are the caches' own.
+1. One node, the oracle, owns all endpoints and hears every engine at once; it only looks prompts up.
+2. Its candidates are relabelled as the origin sees them: the origin's own endpoint is local, others a round trip away.
+3. A wait is that of the engine's queue when the request would reach it, with all requests then on their way to that
+   engine, from any origin; their blocks count as held when they arrive. Room and ages are the caches' own.
 4. Each origin has a policy of its own, since a policy may keep state.
 
-With no delay at all and `GreedyCost` it is a central router that knows everything at once.
+Without any delay and with `GreedyCost`, this run is a central router that knows everything at once.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .loop import Attempt, Job, MakePolicy, ServingSettings, Unrouted
 from .workloads import ArrivalTrace
 
 ARRIVALS_S = 30.0
-"""Time in which an arrival is worth a third, as nodes have it."""
+"""Seconds after which an arrival counts 1/e (about a third) in the rate of arrivals, as in the nodes."""
 
 
 class Flying(NamedTuple):
-    """A request on its way to a node, the work that it will be there, and the blocks that will then be held."""
+    """A request on its way to a node: when it arrives, its work there in seconds, and the blocks that it leaves."""
 
     arrives_at: float
     work_s: float
@@ -64,7 +64,8 @@ class ExactKnowledge(Unrouted):
                 capacity_tokens=int(settings.capacity_tokens),
             )
             self._oracle.set_load(endpoint, load, 0.0)
-            # An engine that never spoke would be taken for silent, and gone by what was looked up here.
+            # One stored and removed block shows that this engine reports events; without events the oracle would
+            # guess the cache from the prompts that were looked up.
             first = BlocksStored((1,), None, range(trace.domain.block_size), trace.domain.block_size)
             self._oracle.apply(endpoint, EngineBatch((first, BlocksRemoved((1,)))), 0.0)
             self._endpoints.append(endpoint)
@@ -72,13 +73,13 @@ class ExactKnowledge(Unrouted):
         self._policies = [make_policy() for _ in range(settings.nodes)]
         self._flying: list[dict[int, Flying]] = [{} for _ in range(settings.nodes)]
         self._came = [(0.0, 0.0)] * settings.nodes
-        """By node: requests that came, each worth less by the time since, and when that was counted."""
+        """By node: the requests that came, weighted down by their age, and when that sum was taken (seconds)."""
 
     def route(self, job: Job, now: float) -> int:
         """Ask the origin's policy."""
         prompt, origin = job.arrival.prompt, job.origin
         decision = self._oracle.route(prompt.chain, now)
-        # A served request, unlike a cancelled one, leaves nothing behind that the oracle would guess by.
+        # A served request, unlike a cancelled one, leaves nothing behind from which the oracle would guess.
         self._oracle.report(decision, Outcome.served(), now)
         candidates = [self._seen_from(origin, candidate, prompt.blocks, now) for candidate in decision.candidates]
         best = self._policies[origin].choose(Request(prompt.chain, now), candidates, self.rng).order[0]
@@ -134,7 +135,7 @@ class ExactKnowledge(Unrouted):
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many leading blocks two prompts share: a handle tells all that is above it."""
+    """Return how many leading blocks two prompts share; equal handles mean equal blocks from the root on."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high) // 2

@@ -1,10 +1,10 @@
 """Serving under faults: crashes, lost and repeated forwards, nodes that are silent, refuse, or lie.
 
 Rules:
-1. A client whose node crashes asks another node, after the time-out, for the same request.
-2. What is addressed to a node that is down is lost. A node comes back with an empty cache, as a new life.
-3. Every forward that is not answered in `timeout_s` is reported as timed out, and goes where the node then says.
-4. Answers are hashes of prompts: a request is well served when its one answer is that of its own prompt.
+1. When a node crashes, its clients send their open requests to another node after the time-out.
+2. A message to a node that is down is lost. A node comes back with an empty cache, as a new incarnation.
+3. A forward without an answer in `timeout_s` is reported as timed out; the request then goes where the node says.
+4. An answer is the hash of a prompt: a request is well served when it gets one answer, the hash of its own prompt.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .workloads import ArrivalTrace
 KINDS = ("crash", "silent", "refuse", "hide_load", "claim_all", "cold", "slow")
 
 SLOWED = 6.0
-"""How many times as long the engine of a slow node takes."""
+"""Factor of the service time of a slow node's engine."""
 
 
 class Fault(NamedTuple):
     """Something wrong with one node from `begin_s` until `end_s`.
 
-    ``crash``: it is down. ``silent``: it gossips and answers nobody. ``refuse``: it turns forwards away.
-    ``hide_load``: it says that it is idle, and as fast as before. ``claim_all``: it says that it holds every prompt of
-    the trace, and caches nothing. ``cold``: it caches nothing, and says so. ``slow``: its engine takes `SLOWED` times
-    as long, and its node learns that.
+    ``crash``: the node is down. ``silent``: it gossips, but answers no forward. ``refuse``: it refuses forwards.
+    ``hide_load``: it advertises that it is idle, and as fast as before. ``claim_all``: it publishes every prompt of the
+    trace as held, but caches nothing. ``cold``: it caches nothing, and publishes that. ``slow``: its engine takes
+    `SLOWED` times as long, and its node learns that. Times are seconds.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Forward(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FaultSettings:
-    """Faults of nodes, and the shares of forwards that are lost and repeated."""
+    """Faults of nodes, and the shares of forwards, 0 to 1, that are lost and repeated."""
 
     faults: Sequence[Fault] = ()
     lost: float = 0.0
@@ -68,7 +68,7 @@ def answer(tokens: memoryview) -> str:
 
 
 class Faulty(Gossiping):
-    """A run with faults. `answers[i]` lists the answers that the client of request i took: one, if all is well."""
+    """A run with faults; `answers[i]` lists the answers that the client of request i accepted: one, if all is well."""
 
     def __init__(
         self, trace: ArrivalTrace, settings: ServingSettings, seed: int, make_policy: MakePolicy, faults: FaultSettings
@@ -103,7 +103,7 @@ class Faulty(Gossiping):
             server = self.engines[i].server
             server.speed = server.speed.slower(SLOWED)
         elif fault.kind in ("claim_all", "cold"):
-            # Its cache goes without a word to its node.
+            # The cache is emptied without an event to the node.
             cache = self.engines[i].cache
             cache.clear()
             self._capacity, cache.capacity = cache.capacity, 0
@@ -154,7 +154,7 @@ class Faulty(Gossiping):
         super()._arrive(job, now)
 
     def send(self, job: Job, target: int, now: float) -> None:
-        """Let a request go; a forward may be lost or repeated, and is given up after the time-out."""
+        """Send a request to a node; a forward may be lost or repeated, and is given up after the time-out."""
         if target == job.origin:
             super().send(job, target, now)
             return
@@ -176,7 +176,7 @@ class Faulty(Gossiping):
         if i in self._wrong["refuse"]:
             self.plan(now + self.settings.delay(i, attempt.origin), self._refused, attempt)
             return
-        # A repeated forward is served twice; each has its own life.
+        # A repeated forward is served twice, so each copy is an attempt of its own.
         again = Attempt(attempt.job, i, attempt.sent_at)
         again.origin, again.number, again.budget_s = attempt.origin, attempt.number, attempt.budget_s
         super()._reach(again, now)
@@ -188,13 +188,13 @@ class Faulty(Gossiping):
         self.elsewhere(attempt, Outcome.timed_out(), now)
 
     def admitted(self, attempt: Attempt, batch: Any, now: float) -> None:
-        """Give the node its engine's events, unless it makes up its own."""
+        """Give the node its engine's events; a node that claims every prompt is not told of removals."""
         if attempt.target in self._wrong["claim_all"]:
             batch = EngineBatch(tuple(event for event in batch.events if not isinstance(event, BlocksRemoved)))
         super().admitted(attempt, batch, now)
 
     def accept(self, attempt: Attempt, now: float) -> bool:
-        """Ask the target's node; one that hides its load forgets the request at once."""
+        """Ask the target's node; a node that hides its load removes the request from its ledger at once."""
         accepted = super().accept(attempt, now)
         if accepted and attempt.target in self._wrong["hide_load"] and attempt.decision is not None:
             self.nodes[attempt.target].report(attempt.decision, Outcome.cancelled(), now)
@@ -217,6 +217,6 @@ class Faulty(Gossiping):
 
 
 def served_once(run: Faulty, served: ServedRequests) -> bool:
-    """Whether every request has exactly one answer, and the right one."""
+    """Return whether every request has exactly one answer, and the right one."""
     expected = [[answer(arrival.prompt.tokens)] for arrival in run.trace.arrivals]
     return run.answers == expected and served.counts["answered"] == len(expected)

@@ -14,9 +14,10 @@ from .workloads import ArrivalTrace
 
 
 class Figures(NamedTuple):
-    """One run. `token_hit` counts tokens, `request_hit` requests whose whole shared part was cached.
+    """Figures of one run: `mean_s` and `p99_s` of the latency, in seconds, and shares from 0 to 1.
 
-    `forwarded` is the share of requests served elsewhere than at their origin, `hottest` the busiest node's share.
+    `token_hit` is the share of cached tokens, `request_hit` of requests whose whole shared part was cached,
+    `forwarded` of requests that were served at another node than their origin, `hottest` of the busiest node.
     """
 
     mean_s: float

@@ -1,17 +1,17 @@
 """``prefixroute simulate gateways``: stateless gateways in front of many endpoints, sessions whose turns land anywhere.
 
-Four ways to know who holds a session:
+Four ways in which a gateway knows which endpoint holds a session:
 
-    one_gateway         one gateway, told by the engines' nodes through gossip
-    eight_unsynced      each gateway knows what it routed itself, and nothing else
-    eight_gossip        each gateway hears the engines' nodes
-    eight_gossip_churn  the same; in the middle some endpoints leave and as many new ones come
+    one_gateway         one gateway, which hears the engines' nodes through gossip
+    eight_unsynced      each gateway knows only the prompts that it routed itself
+    eight_gossip        each gateway hears the engines' nodes through gossip
+    eight_gossip_churn  the same; in the middle of the run some endpoints leave and as many new ones come
 
 Rules:
-1. The figure is the share of tokens that a follow-up turn shares with the turn before and that were cached where it was
-   served. A first turn does not count.
-2. A host owns some endpoints, as a machine with several accelerators does. A gateway owns none; without gossip it owns
-   a name for each endpoint, and takes what it routed there for what that endpoint holds, least recently used first.
+1. The figure is a hit rate: of the tokens that a follow-up turn shares with the turn before, the share that was cached
+   where the follow-up turn was served. A first turn does not count.
+2. A host owns some endpoints, as a machine with several accelerators does. A gateway owns none. Without gossip it has
+   a stand-in for each endpoint, and assumes that an endpoint holds the prompts that it routed there (LRU eviction).
 3. A gateway sends a prompt to the endpoint's address, not through its node; the node learns the queue from the engine.
 """
 
@@ -35,7 +35,10 @@ from .workloads import ArrivalTrace, RequestArrival, SessionShape, session_arriv
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """The fleet: hosts with endpoints, gateways, sessions, and the pace of everything. Times in seconds."""
+    """The fleet: hosts with endpoints, gateways, sessions. Times in seconds, `rate` in requests a second.
+
+    `gossips` lets gateways hear the nodes; `churn` is the number of endpoints that leave and that come.
+    """
 
     gateways: int = 8
     hosts: int = 15
@@ -74,7 +77,7 @@ CASES = {
 
 
 class GatewayRequest:
-    """A request on its way: from which gateway, and what the gateway decided."""
+    """A request under way: its gateway, and what the gateway decided."""
 
     __slots__ = ("arrival", "cached", "decision", "engine", "follows", "gateway", "sent_at")
 
@@ -106,7 +109,7 @@ class GatewayRun:
         self._due: dict[str, float] = {}
         self._agenda = Agenda()
         self.plan = self._agenda.plan
-        """`plan(at, what, argument)` lets `what(argument, now)` happen at `at`."""
+        """`plan(at, what, argument)` plans the call `what(argument, now)` for the moment `at`, in seconds."""
         self._left = len(trace.arrivals)
         self._began = -6 * settings.gossip_s
         self.gateways = [self._node(f"gw{i}") for i in range(settings.gateways)]
@@ -114,7 +117,7 @@ class GatewayRun:
 
     @property
     def hit_rate(self) -> float:
-        """Share of what follow-up turns could find cached that they did find."""
+        """Share of the tokens that follow-up turns could have found cached and that they did find cached."""
         return self.counts["found"] / max(1, self.counts["shared"])
 
     # --- building ------------------------------------------------------------------------------------------
@@ -273,7 +276,7 @@ class GatewayRun:
 
 
 def run_case(name: str, seed: int, requests: int | None = None) -> dict[str, float]:
-    """Run one of CASES; return its hit rate, mean time to first token, endpoints used, failures."""
+    """Run one of CASES; return its hit rate, mean seconds to first token, endpoints used, failures."""
     settings = CASES[name]
     n = requests or settings.requests
     domain = simulated_domain()
@@ -294,7 +297,7 @@ def _task(task: tuple[str, int, int | None]) -> dict[str, float]:
 
 
 def run(seeds: Sequence[int], workers: int, requests: int | None = None, silent: bool = True) -> dict[str, Any]:
-    """Run all cases; return what the command writes as JSON: of each case the mean over seeds."""
+    """Run all cases; return the command's JSON: the means over seeds of each case."""
     tasks = [(name, seed, requests) for name in CASES for seed in seeds]
     found = run_all(_task, tasks, workers, Progress(len(tasks), "runs", silent))
     result: dict[str, Any] = {"seeds": list(seeds), "default": DEFAULT}

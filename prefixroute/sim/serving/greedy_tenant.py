@@ -1,7 +1,7 @@
 """``prefixroute simulate tenants``: a greedy tenant beside light ones, with and without the fairness guard.
 
-The greedy tenant has one hot prefix and sends several times what a node can serve, to all nodes, so the fleet has more
-to do than it can. The light tenants have prefixes of their own and ask for less than their share of the fleet.
+The greedy tenant has one hot prefix and sends, to all nodes, several times what one node can serve, so the fleet is
+overloaded. The light tenants have prefixes of their own and ask for less than their share of the fleet.
 
 | row | what is run |
 |---|---|
@@ -11,9 +11,9 @@ to do than it can. The light tenants have prefixes of their own and ask for less
 
 Rules:
 1. The three rows meet the same requests of the light tenants; the last two are the same trace.
-2. Nodes are real ones that gossip, and each tenant's prompts are of its own namespace.
-3. Every request is answered in the end, so throughput is how soon the last one is.
-4. Figures are of all seeds together: a p99 of one run is of a few requests.
+2. Real nodes gossip, and each tenant's prompts are in a namespace of its own.
+3. Every request is answered in the end, so the measure of throughput is when the last answer comes.
+4. Figures are taken over all seeds together, since the p99 of one run depends on a few requests.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ SHORTEST_PREFIX, LONGEST_PREFIX = 400, 2000
 class TenantsSettings:
     """A fleet with its tenants. Times in seconds.
 
-    `greedy` is what the greedy tenant sends, in multiples of what a node serves of it from its cache; `light_load` the
-    share of the fleet's time that the light tenants ask for without any cache. Each of these has `prefixes` prefixes of
-    400 to 2,000 tokens; `window_s` is the guard's window, at the engines' speed.
+    `greedy` is the greedy tenant's rate, in multiples of the rate at which one node serves its prompts from the cache.
+    `light_load` is the share of the fleet's time that the light tenants would take without any cache; each of them has
+    `prefixes` prefixes of 400 to 2,000 tokens. `window_s` is the guard's window in seconds at the engines' speed.
     """
 
     nodes: int = 4
@@ -74,7 +74,7 @@ class TenantsSettings:
 
     @property
     def full_window_s(self) -> float:
-        """The most that a request finds at its engine: a window, and the prompt that it was filled up with."""
+        """The most work before a request at its engine, in seconds: a window, and the prompt that overfilled it."""
         return self.window_s + self.speed.token_s * (LONGEST_PREFIX + self.tail_tokens)
 
     def serving(self) -> ServingSettings:
@@ -119,7 +119,7 @@ def trace_of(settings: TenantsSettings, seed: int) -> ArrivalTrace:
         while at < settings.seconds:
             who = tenant()
             drawn += 1
-            # The first of its prefixes is asked for half of the time.
+            # Half of a tenant's requests have its first prefix.
             which = 0 if rng.random() < 0.5 else rng.randrange(len(prefixes[who]))
             packed = prefixes[who][which] + random_words((9, seed, drawn), tail)
             tokens = memoryview(packed).cast("I")
@@ -136,7 +136,7 @@ def trace_of(settings: TenantsSettings, seed: int) -> ArrivalTrace:
 
 
 class Tenanted(Gossiping):
-    """A run whose requests are of tenants; with `fair` a queue before every engine."""
+    """A run whose requests belong to tenants; with `fair` there is a `FairQueue` before every engine."""
 
     def __init__(
         self,
@@ -151,10 +151,10 @@ class Tenanted(Gossiping):
         self.names_of_tenants = names
         self.queues = [FairQueue(fair) for _ in range(settings.nodes)] if fair is not None else []
         self.most_held = 0
-        """Requests that waited before one engine at one moment, at most."""
+        """The most requests that waited before one engine at one moment."""
 
     def decide(self, i: int, job: Job, now: float, **how: Any) -> Decision:
-        """Ask a node, which counts for the tenant. What a forward would overtake there is no reason to decline it."""
+        """Ask a node for a decision, on the tenant's account; the budget grows by the work that a forward overtakes."""
         tenant = self.names_of_tenants[job.arrival.topic]
         if self.queues and "budget_s" in how:
             how["budget_s"] += self.queues[i].overtaken(tenant) * self.settings.speed.token_s
@@ -190,7 +190,7 @@ class Tenanted(Gossiping):
 
 
 class TenantFigures(NamedTuple):
-    """How some tenants' requests fared, over all seeds: times to the first token in seconds, share of tokens cached."""
+    """Figures of some tenants' requests over all seeds: seconds to the first token, and the share of cached tokens."""
 
     requests: int
     mean_s: float
@@ -200,7 +200,7 @@ class TenantFigures(NamedTuple):
 
 
 class TenantRequests(NamedTuple):
-    """What one run tells of each request of some tenants: its time, its tokens, those that were cached."""
+    """Some tenants' requests in one run: seconds to the first token of each, and the sums of all and cached tokens."""
 
     latency_s: list[float]
     tokens: int
@@ -208,7 +208,7 @@ class TenantRequests(NamedTuple):
 
 
 class TenantRun(NamedTuple):
-    """One run: the light tenants, the greedy one, and how it went over all. `span_s` is until the last answer."""
+    """One run: the light tenants, the greedy one, and counts over all; `span_s` is seconds until the last answer."""
 
     light: TenantRequests
     greedy: TenantRequests
@@ -281,7 +281,7 @@ def run(settings: TenantsSettings, seeds: Sequence[int], workers: int, silent: b
 
 
 class Bar(NamedTuple):
-    """A figure and what it has to reach: at most `bar`, or with `least` at least."""
+    """A figure and its bar: the value must be at most `bar`, or with `least` at least `bar`."""
 
     what: str
     value: float

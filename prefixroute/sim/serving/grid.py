@@ -1,9 +1,9 @@
-"""``prefixroute simulate grid``: every policy over cells of a grid, as ratios to no routing, and what misses a bar.
+"""``prefixroute simulate grid``: every policy over cells of a grid, as ratios to no routing, and the missed bars.
 
 Rules:
 1. A cell is a fleet, a workload, a cache, a pace of gossip, a load and a delay; all policies see the same requests.
-2. A sample is stratified: each level of each factor comes equally often. It is drawn from the seed.
-3. Seeds 1 to 9 are for tuning; the command's own are others.
+2. A sample is stratified: each level of each factor comes equally often. The seed decides the sample.
+3. Seeds 1 to 9 are for tuning; the command uses others by default.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GOSSIP_S = (0.5, 2.0, 10.0, 30.0)
 LOADS = (0.3, 0.6, 0.85)
 DELAYS_S = (0.0005, 0.002, 0.02, 0.05, 0.2, 1.0)
 MOVING = ("rotate", "flash", "conversations")
-"""Workloads that do not stand still; conversations have capacities of their own."""
+"""Workloads that change during a run; conversations have cache capacities of their own."""
 SESSION_CAPACITIES = (0.02, 0.1, 0.2)
 
 OTHERS = tuple(name for name in ("none", "longest", "least", "greedy") if name != DEFAULT)
@@ -38,7 +38,7 @@ FIRST_SEED = 101
 
 
 class CellRatios(NamedTuple):
-    """The default rule in one cell: its ratios to no routing, and its mean against the best other policy's."""
+    """The default rule in one cell: mean and p99 as ratios to no routing, and its mean over the best other policy's."""
 
     mean: float
     p99: float
@@ -50,11 +50,11 @@ BARS: tuple[tuple[str, Callable[[CellRatios], bool]], ...] = (
     ("p99 against no routing above 1.05", lambda row: row.p99 > 1.05),
     ("more than 1.05 of the best other policy", lambda row: row.regret > 1.05),
 )
-"""What each cell is held against."""
+"""The bars of each cell, by name: a test that is true when the cell misses the bar."""
 
 
 class GridSize(NamedTuple):
-    """How much of the grid is run: cells (0: all), of them with moving workloads, requests and seeds of each."""
+    """How much of the grid is run: cells (0: all), cells among them with moving workloads, and requests and seeds."""
 
     cells: int
     moving: int
@@ -88,7 +88,7 @@ def sample(n: int, workloads: Sequence[str], requests: int, rng: random.Random) 
 
 
 def cells_of(size: GridSize, seed: int) -> list[CellSettings]:
-    """Return the cells of a run, those with common traces beside each other."""
+    """Return the cells of a run; cells that share a trace stand next to each other."""
     rng = random.Random(f"{seed}/sample")
     still = sample(size.cells - size.moving, WORKLOADS, size.requests, rng) if size.cells else all_cells(size.requests)
     chosen = still + sample(size.moving, MOVING, size.requests, rng)
@@ -131,7 +131,7 @@ def _row(settings: CellSettings, seeds: Sequence[int], found: dict[str, dict[str
 
 
 def judged(row: dict[str, Any]) -> CellRatios:
-    """Return what a cell says of the default rule."""
+    """Return the default rule's ratios in a cell."""
     ratios = row["mean_ratio"]
     best = min(ratios[name] for name in ratios if name in OTHERS)
     return CellRatios(ratios[DEFAULT], row["p99_ratio"][DEFAULT], ratios[DEFAULT] / best)
@@ -237,7 +237,7 @@ def run_options(options: argparse.Namespace) -> int:
 
 
 def _settings(text: str) -> dict[str, Any]:
-    """Read ``name=value,...``. Numbers are numbers, the rest is text."""
+    """Read ``name=value,...``; a value that is no number stays text."""
     known = ("nodes", "workload", "capacity", "gossip_s", "load", "delay_s", "requests")
     more = ("fan_out", "timeout_s", "loss", "gossip_delay", "told_rate", "whole_prompts", "digest_bytes")
     found: dict[str, Any] = {}

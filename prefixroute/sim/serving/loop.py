@@ -1,13 +1,13 @@
 """Requests over real nodes on virtual time: arrivals, decisions, forwards, service, replies, gossip.
 
 Rules:
-1. Everything that happens is planned on one `Agenda`; of what is planned for one moment the first planned is first.
+1. Every event is planned on one `Agenda`; events of one moment happen in the order in which they were planned.
 2. A forward and its reply take the same one-way delay as gossip does between the two nodes.
-3. The load of a reply is what the target advertises when it answers.
+3. A reply carries the load that the target advertises when it answers.
 4. A request is answered once: later answers to the same request are counted as late and change nothing.
-5. Nodes gossip from some rounds before the first request, so that they know each other; their caches are empty.
+5. Gossip starts some rounds before the first request, so that the nodes know each other; their caches are empty.
 
-`Unrouted` is the common part and serves where requests arrive, without any node: no routing. `Gossiping` routes by real
+`Unrouted` is the common base: it has no nodes and serves each request where it arrives. `Gossiping` routes by real
 nodes that gossip; `ExactKnowledge` routes by the same policies on exact knowledge.
 """
 
@@ -43,14 +43,15 @@ _DOWN = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class ServingSettings:
-    """A fleet that serves. Times in seconds; `capacity_tokens` is of each node's cache.
+    """A fleet that serves: times in seconds, `capacity_tokens` is the size of each node's cache.
 
     `delay_s` is one-way: a number, or a row of numbers for each node. `gossip_s` is a round of gossip, in which a node
     talks to `fan_out` others. `slower[i]` multiplies the service time of node i. With `whole_prompts` caches evict
-    whole prompts, as in the paper's model. `zones[i]` is the zone of node i, and `rules` are those between them.
+    whole prompts, as in the paper's model. `digest_bytes` bounds a digest, `loss` is the share of datagrams lost.
+    `zones[i]` is the zone of node i, and `rules` are the rules between zones.
 
-    Errors on purpose: `gossip_delay` multiplies what nodes measure as round trip, `told_rate` what they are told of
-    their engines' prefill rate.
+    Errors on purpose: `gossip_delay` multiplies the delay of gossip, so nodes measure wrong round trips; `told_rate`
+    multiplies the prefill rate that nodes are told of their engines.
     """
 
     nodes: int = 4
@@ -81,13 +82,13 @@ class ServingSettings:
             raise UsageError("delay_s needs one number, or a row for each node")
 
     def delay(self, source: int, to: int) -> float:
-        """Return the one-way delay between two nodes."""
+        """Return the one-way delay between two nodes, in seconds."""
         if source == to:
             return 0.0
         return self.delay_s if isinstance(self.delay_s, (int, float)) else self.delay_s[source][to]
 
     def longest_delay(self) -> float:
-        """Return the longest one-way delay of the fleet."""
+        """Return the longest one-way delay of the fleet, in seconds."""
         return max(self.delay(i, j) for i in range(self.nodes) for j in range(self.nodes))
 
     def speed_of(self, node: int) -> Speed:
@@ -129,9 +130,9 @@ class Job:
 
 
 class Attempt:
-    """One try of a request at one node. `decision` is the target's own, when it was forwarded.
+    """One try of a request at one node; `decision` is the target's own decision on a forward.
 
-    The first try has the budget of the origin's decision.
+    The first try has the budget of the origin's decision, in seconds; later tries have no bound.
     """
 
     __slots__ = ("budget_s", "cached", "decision", "job", "life", "number", "origin", "reached_at", "sent_at", "target")
@@ -150,7 +151,7 @@ class Attempt:
 
 
 class ServedRequests:
-    """How the requests of a run fared, by their number: `latency_s` is to the first token as the origin sees it."""
+    """The results of a run, lists by number of the request; `latency_s` is until the origin has the first token."""
 
     __slots__ = ("cached", "counts", "forwards", "hits", "latency_s", "server", "virtual_s")
 
@@ -159,10 +160,10 @@ class ServedRequests:
         self.server = [-1] * n
         self.cached = [0] * n
         self.hits = [False] * n
-        """Whether all that could be shared was."""
+        """Whether the whole shared part of the prompt was cached."""
         self.counts: Counter[str] = Counter()
         self.forwards: Counter[tuple[int, int]] = Counter()
-        """Attempts elsewhere, by origin and target."""
+        """Attempts at other nodes than the origin, by (origin, target)."""
         self.virtual_s = 0.0
 
 
@@ -176,7 +177,7 @@ class Unrouted:
         self.served = ServedRequests(len(trace.arrivals))
         self._agenda = Agenda()
         self.plan = self._agenda.plan
-        """`plan(at, what, argument)` lets `what(argument, now)` happen at `at`."""
+        """`plan(at, what, argument)` plans the call `what(argument, now)` for the moment `at`, in seconds."""
         self._left = len(trace.arrivals)
         block = trace.domain.block_size
         self.engines = [
@@ -191,7 +192,7 @@ class Unrouted:
 
     @property
     def now(self) -> float:
-        """Virtual time, in seconds: the moment of what happened last."""
+        """Virtual time in seconds: the moment of the latest event."""
         return self._agenda.now
 
     def run(self) -> ServedRequests:
@@ -207,7 +208,7 @@ class Unrouted:
     # --- what routing replaces -----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Plan what goes on beside the requests."""
+        """Plan the events other than requests; here there are none."""
 
     def route(self, job: Job, now: float) -> int:
         """Return the node that a new request goes to."""
@@ -218,10 +219,10 @@ class Unrouted:
         return True
 
     def admitted(self, attempt: Attempt, batch: Any, now: float) -> None:
-        """Tell what the target's engine did."""
+        """Note the events of the target's engine for a prompt that it has taken; here they are ignored."""
 
     def finished(self, attempt: Attempt, now: float) -> LoadReport | None:
-        """Note the first token of an attempt at its target; return the load that rides in the reply."""
+        """Note the first token of an attempt at its target; return the load that the reply carries."""
         return None
 
     def replied(self, attempt: Attempt, load: LoadReport | None, now: float) -> None:
@@ -233,7 +234,7 @@ class Unrouted:
         self.send(job, self.route(job, now), now)
 
     def send(self, job: Job, target: int, now: float) -> None:
-        """Let a request go to a node, its own included."""
+        """Send a request to a node, which may be its origin."""
         job.tries += 1
         attempt = Attempt(job, target, now)
         if target == job.origin:
@@ -342,7 +343,7 @@ class Gossiping(Unrouted):
         node = self.nodes[i]
         node.handle_timer(max(now, node.next_timer()))
         self.carry(i, now)
-        # A node with more left to do is due again at this very moment.
+        # A node with work left is due again at this very moment.
         self._due[i] = float("-inf")
         self._wind(i, now)
 
@@ -353,7 +354,7 @@ class Gossiping(Unrouted):
             self.plan(due, self._timer, i)
 
     def carry(self, i: int, now: float) -> None:
-        """Take the datagrams that a node wants to send."""
+        """Plan the delivery of the datagrams that a node wants to send."""
         settings = self.settings
         for address, data in self.nodes[i].datagrams_to_send(now):
             if settings.loss and self.rng.random() < settings.loss:
@@ -382,7 +383,7 @@ class Gossiping(Unrouted):
         return self._target[job.decision.target]
 
     def accept(self, attempt: Attempt, now: float) -> bool:
-        """Ask the target's node, which serves what was forwarded, or hands it back."""
+        """Ask the target's node, which serves the forward or hands it back."""
         i = attempt.target
         attempt.decision = decision = self.decide(i, attempt.job, now, forwarded=True, budget_s=attempt.budget_s)
         if decision.declined:
@@ -395,7 +396,7 @@ class Gossiping(Unrouted):
         self.elsewhere(*came, now)
 
     def elsewhere(self, attempt: Attempt, outcome: Outcome, now: float) -> None:
-        """Report an attempt that was not served at the origin, and send the request where its node then says."""
+        """Report to the origin that an attempt was not served, and send the request where the origin then says."""
         job = attempt.job
         if job.answered or job.origin != attempt.origin or job.tries != attempt.number:
             return
@@ -412,7 +413,7 @@ class Gossiping(Unrouted):
         self.nodes[i].apply(self.endpoints[i], batch, now)
 
     def finished(self, attempt: Attempt, now: float) -> LoadReport | None:
-        """Report at the target."""
+        """Report the outcome to the target's node."""
         if attempt.decision is None:
             return None
         i = attempt.target
@@ -421,7 +422,7 @@ class Gossiping(Unrouted):
         return self.nodes[i].load(self.endpoints[i], now)
 
     def replied(self, attempt: Attempt, load: LoadReport | None, now: float) -> None:
-        """Report at the origin."""
+        """Report the outcome to the origin's node."""
         job = attempt.job
         if job.decision is None:
             return

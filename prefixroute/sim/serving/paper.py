@@ -1,13 +1,14 @@
 """``prefixroute simulate paper``: the published results of decentralised routing by longest match, row by row.
 
-Target is arXiv 2606.17059. It does not say cache sizes, gossip intervals, arrival rates or the exponent of its skew, so
-the rows are ratios and signs in three configurations that give them: A and B have caches of 5 % of all prefixes, G has
-larger ones and dearer prefill. Delays are one-way; caches evict whole prompts, as the paper's do.
+The results are those of arXiv 2606.17059. The paper does not say its cache sizes, gossip intervals, arrival rates or
+the exponent of its skew, so the rows compare ratios and signs, in three configurations that show them: A and B have
+caches of 5 % of all prefixes, G has larger caches and slower prefill. Delays are one-way; caches evict whole prompts,
+as the paper's do.
 
 Rules:
 1. A row has a value, a target and a tolerance: a number (either way), "at least", "at most" or "below".
-2. Ratios are of the same requests with and without routing, averaged over seeds, with their 95 % interval.
-3. `LongestMatch` is the paper's rule. The rule that nodes have by default stands beside it where it says something.
+2. Ratios compare the same requests with and without routing, averaged over seeds, with their 95 % interval.
+3. `LongestMatch` is the paper's rule. The default rule of nodes stands beside it in rows where it is of interest.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from .workloads import ArrivalTrace
 
 SILENT = PushBackSettings(enter_s=1e9, leave_s=1e8)
 PUSHING = PushBackSettings(enter_s=1.0, leave_s=0.5, ttl_s=2.0)
-"""The paper's threshold is a number of requests: five hits of G are a second of work."""
+"""The paper's threshold for pushing back is five requests; five hits in configuration G are one second of work."""
 
 WINDOW, SPECIALISED, SPREAD = 10, 0.9, 0.6
-"""A topic is specialised when one node has 0.9 of its last ten requests; it has spread when nobody has above 0.6."""
+"""A topic is specialised when one node has 0.9 of its last ten requests, and spread when no node has above 0.6."""
 
 
 class PaperCase(NamedTuple):
-    """A configuration with a workload and a delay."""
+    """A configuration with a workload and a delay; a `capacity`, `gossip_s` or `rate` of 0 is the configuration's."""
 
     configuration: str
     workload: str
@@ -66,7 +67,7 @@ class PaperCase(NamedTuple):
 
 
 class PaperFleet(NamedTuple):
-    """A fleet of four nodes: speed, unique tokens of a prompt, cache share, requests a second, round of gossip."""
+    """A fleet of four nodes: speed, unique tokens of a prompt, cache share, requests a second, seconds of a round."""
 
     speed: Speed
     tail_tokens: int
@@ -84,7 +85,7 @@ CONFIGURATIONS = {
 
 
 class PaperRow(NamedTuple):
-    """What a row compares: a figure of `case` by `value`, over the runs of `policies` (and always of `none`)."""
+    """A row: `value` makes its figure from the runs of `case` with `policies` (and always `none`)."""
 
     id: str
     what: str
@@ -253,7 +254,7 @@ def passes(value: float, target: float, tolerance: float | str) -> bool:
 def shares_over_time(
     servers: Sequence[int], trace: ArrivalTrace, topic: int, nodes: int
 ) -> list[tuple[float, list[float]]]:
-    """Return (time, share of each node in the last ten requests of a topic), one entry a request of it."""
+    """Return (seconds, share of each node in the topic's last ten requests) for each request of the topic."""
     window: deque[int] = deque(maxlen=WINDOW)
     found = []
     for arrival, server in zip(trace.arrivals, servers, strict=True):
@@ -265,7 +266,7 @@ def shares_over_time(
 
 
 def cycles(servers: Sequence[int], trace: ArrivalTrace, topic: int, nodes: int) -> int:
-    """Count how often a topic was specialised and then spread again."""
+    """Return how often a topic was specialised and then spread again."""
     specialised, n = False, 0
     for _, shares in shares_over_time(servers, trace, topic, nodes)[WINDOW - 1 :]:
         if max(shares) >= SPECIALISED:
@@ -288,7 +289,7 @@ def _run(task: tuple[PaperCase, str, int, bool]) -> PaperRun:
 
 
 def _same_answers(seed: int) -> bool:
-    """R7: everything at once that may go wrong, and every request still answered once, and rightly."""
+    """Return whether, under all faults at once, every request gets exactly one answer, the right one (row R7)."""
     cell = CellSettings(4, "zipf1.5", 0.25, 10.0, 0.5, 0.02, 600)
     trace = trace_of(cell, seed)
     half = trace.arrivals[-1].at / 2

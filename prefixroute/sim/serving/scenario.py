@@ -1,7 +1,7 @@
 """``prefixroute simulate run SCENARIO``: your own fleet and workload, from a TOML or JSON file.
 
-The tables of a file are the classes below, their fields the keys. Every key has a default; an unknown key is refused.
-Times are in milliseconds where the name says so, else in seconds.
+The classes below are the tables of the file, and their fields are its keys. An unknown key is refused. Names that end
+in `_ms` are milliseconds, all other times are seconds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ScenarioLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScenarioRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"source": "from"}):
-    """What nodes of one zone forward to another one: a `ZoneRule`. Zones are named as above, ``*`` is any."""
+    """What nodes of one zone forward to another zone: a `ZoneRule`. `source` and `to` name zones, ``*`` is any zone."""
 
     source: str
     to: str
@@ -51,7 +51,8 @@ class ScenarioRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rena
 class ScenarioEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine: `overhead_ms` a request, prefill rate, and the cache in tokens, or as a share of all prefix tokens.
 
-    With `batch_tokens` it prefills in steps of so many tokens and decodes `output_tokens` of each request beside.
+    With `batch_tokens` it prefills in steps of so many tokens, and decodes `output_tokens` of each request in the same
+    steps; each decoding request makes a step `decode_ms` longer.
     """
 
     prefill_tokens_per_s: float = 8000.0
@@ -64,7 +65,7 @@ class ScenarioEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScenarioWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is asked: a kind of `workloads.maker`, and either a rate (requests a second) or a load without routing."""
+    """The workload: a kind of `workloads.maker`, and a `rate` (requests a second), or with rate 0 a `load`."""
 
     kind: str = "zipf1.5"
     requests: int = 2500
@@ -76,7 +77,7 @@ class ScenarioWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScenarioGossip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A round of gossip, in which a node talks to `fan_out` others; `loss` is the share of datagrams lost."""
+    """Gossip: in a round of `interval_s` a node talks to `fan_out` others; `loss` is the share of datagrams lost."""
 
     interval_s: float = 1.0
     fan_out: int = 3
@@ -84,7 +85,7 @@ class ScenarioGossip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScenarioFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something wrong with a node (counted from 0 over all zones) for a share of the run, from 0 to 1."""
+    """A fault of a node (counted from 0 over all zones) from `begin` to `end`, shares of the run from 0 to 1."""
 
     kind: str
     node: int
@@ -114,7 +115,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [i for i, zone in enumerate(self.zones) for _ in range(zone.nodes)]
 
     def delays_s(self) -> tuple[tuple[float, ...], ...]:
-        """Return the one-way delay between every two nodes. Raises `UsageError` when a pair of zones has no link."""
+        """Return the one-way delays between nodes, in seconds. Raises `UsageError` when two zones have no link."""
         names = [zone.name for zone in self.zones]
         linked = {frozenset(link.zones): link.delay_ms / 1000 for link in self.links}
         for link in self.links:
@@ -134,7 +135,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(tuple(between(a, b) for b in zones) for a in zones)
 
     def zone_rules(self) -> Zones:
-        """Return the rules between zones. Raises `UsageError` for one of a zone that is not there, or said twice."""
+        """Return the rules between zones. Raises `UsageError` for a rule of an unknown zone, or a repeated rule."""
         names = [zone.name for zone in self.zones]
         rules: dict[tuple[str, str], ZoneRule] = {}
         for rule in self.rules:
@@ -191,7 +192,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(path: Path) -> Scenario:
-    """Read a scenario. Raises `UsageError` that says what is wrong and where."""
+    """Read a scenario. Raises a `UsageError` that says what is wrong and where."""
     try:
         data = path.read_bytes()
         tree = msgspec.json.decode(data) if path.suffix == ".json" else msgspec.toml.decode(data)
@@ -235,7 +236,7 @@ class _ScenarioRun(msgspec.Struct, frozen=True):
     """Share of requests that each node served."""
     counts: dict[str, int]
     forwards: dict[str, float]
-    """Forwards that were tried, by the zones from and to, for each request."""
+    """Forwards that were tried, by "zone > zone", divided by the number of requests."""
 
 
 def _task(task: tuple[Scenario, Path, str, int]) -> _ScenarioRun:
@@ -263,7 +264,7 @@ def _task(task: tuple[Scenario, Path, str, int]) -> _ScenarioRun:
 
 
 def run(scenario: Scenario, folder: Path, workers: int = 1, silent: bool = True) -> dict[str, Any]:
-    """Run a scenario; return by policy its figures and ratios to no routing, and what each node served."""
+    """Run a scenario; return by policy its figures, their ratios to no routing, and each node's share of requests."""
     policies = tuple(dict.fromkeys(("none", *scenario.policies)))
     tasks = [(scenario, folder, policy, seed) for policy in policies for seed in scenario.seeds]
     runs = run_all(_task, tasks, workers, Progress(len(tasks), "runs", silent))
@@ -287,7 +288,7 @@ def run(scenario: Scenario, folder: Path, workers: int = 1, silent: bool = True)
 
 
 def compare(scenario: Scenario, folder: Path, workers: int = 1, silent: bool = True) -> dict[str, Any]:
-    """Run a scenario with its rules, with each replaced by always, and by never; return by name what `run` does."""
+    """Run a scenario three times: with its rules, with "always" and with "never" for each rule; return all results."""
     if not scenario.rules:
         raise UsageError("there are no rules to compare: the scenario has none")
     return {name: run(told, folder, workers, silent) for name, told in _variants(scenario).items()}

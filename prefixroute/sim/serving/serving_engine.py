@@ -1,9 +1,9 @@
-"""The engine of a node, as the serving simulator has it: a cache of blocks and a server of prefill.
+"""The simulated engine of a node: a cache of blocks and a server of prefill.
 
 Rules:
-1. The cache is tested and touched when a request reaches the node, and it tells what it did as an engine's events.
-2. Blocks go least recently used first, the deepest of a prompt before those above it, so a prefix is always held from
-   the root on.
+1. The cache is looked up and touched when a request reaches the node; its changes are reported as an engine's events.
+2. The least recently used block is evicted first, and in a prompt the deepest block first, so a held prefix always
+   begins at the root.
 3. The last token is never reused: of a prompt that is held whole, one block is computed anew.
 4. An engine knows no policy and no network.
 """
@@ -25,14 +25,14 @@ AGE_WEIGHT = 0.1
 
 
 class Admission(NamedTuple):
-    """What a cache made of a prompt: tokens that were held, and the engine's events, or None for none."""
+    """The result of admitting a prompt: tokens that were held, and the engine's events, None if there are none."""
 
     cached_tokens: int
     batch: EngineBatch | None
 
 
 class LruBlocks:
-    """LRU over blocks, `capacity` of them. With `whole`, prompts go as a whole, as the paper's model has it."""
+    """An LRU cache of `capacity` blocks; with `whole` it evicts whole prompts, as in the paper's model."""
 
     __slots__ = ("_held", "_roots", "block_tokens", "capacity", "eviction_age_s", "whole")
 
@@ -41,7 +41,7 @@ class LruBlocks:
         self.block_tokens = block_tokens
         self.whole = whole
         self.eviction_age_s = float("inf")
-        """Mean idle time of what was evicted; infinite before the first eviction."""
+        """Mean idle time of evicted blocks, in seconds; infinite before the first eviction."""
         self._held: OrderedDict[int, float] = OrderedDict()
         self._roots: OrderedDict[int, tuple[int, ...]] = OrderedDict()
 
@@ -50,7 +50,7 @@ class LruBlocks:
 
     @property
     def room_tokens(self) -> int:
-        """Tokens that fit without an eviction."""
+        """Tokens that can be stored without an eviction."""
         return max(0, self.capacity - len(self._held)) * self.block_tokens
 
     def held(self, prompt: SimulatedPrompt) -> int:
@@ -66,7 +66,7 @@ class LruBlocks:
         return low
 
     def admit(self, prompt: SimulatedPrompt, now: float) -> Admission:
-        """Look a prompt up, touch it, store what is missing, evict. O(blocks)."""
+        """Look a prompt up, touch its blocks, store the missing ones, and evict others for them. O(blocks)."""
         blocks, held, size = prompt.blocks, self._held, self.block_tokens
         hit = self.held(prompt)
         if len(blocks) > self.capacity and not self.whole:
@@ -115,8 +115,8 @@ class LruBlocks:
 class Speed:
     """How fast an engine is: `fixed_s` a request and `token_s` a token of prefill, both seconds.
 
-    With `batch_tokens` it prefills in steps of up to so many tokens, shared by the requests that wait, and decodes
-    `output_tokens` of each in at most `slots` at a time, `decode_s` a step longer for each of them.
+    With `batch_tokens` the engine prefills in steps of up to so many tokens, which the waiting requests share. It
+    decodes `output_tokens` of each request, at most `slots` requests at a time; each makes a step `decode_s` longer.
     """
 
     fixed_s: float = 0.1
@@ -143,11 +143,11 @@ class Speed:
 
 
 Schedule = Callable[[float, Callable[..., None], Any], None]
-"""How a server plans: (when, what, argument)."""
+"""The function by which a server plans a call: (when, what, argument)."""
 
 
 class FifoServer:
-    """One request after another. `queued` counts those without a first token."""
+    """A server of one request after another; `queued` counts the requests without a first token."""
 
     __slots__ = ("_done", "_plan", "busy_s", "free_at", "queued", "speed")
 
@@ -160,7 +160,7 @@ class FifoServer:
         self._done = done
 
     def wait_s(self, now: float) -> float:
-        """Seconds until a request that comes now would begin."""
+        """Return the seconds until a request that comes now would begin."""
         return max(0.0, self.free_at - now)
 
     def take(self, job: Any, uncached: int, now: float) -> None:
@@ -177,7 +177,7 @@ class FifoServer:
 
 
 class BatchServer:
-    """Steps of chunked prefill, first come first served within a budget, with decodes in the same steps."""
+    """A server of chunked prefill, first come first served, in steps of a token budget that also decode."""
 
     __slots__ = ("_done", "_plan", "_running", "_stepping", "_waiting", "busy_s", "queued", "speed")
 
@@ -192,7 +192,7 @@ class BatchServer:
         self._stepping = False
 
     def wait_s(self, now: float) -> float:
-        """Seconds of prefill in front of a request that comes now."""
+        """Return the seconds of prefill in front of a request that comes now."""
         tokens = sum(left for _, left in self._waiting)
         return tokens * self.speed.token_s + (self.speed.fixed_s if self._waiting else 0.0)
 
@@ -234,7 +234,7 @@ class BatchServer:
 
 
 class ServingEngine:
-    """A cache and a server; `life` counts how often it began anew."""
+    """A cache and a server; `life` counts its restarts."""
 
     __slots__ = ("_make", "cache", "life", "server")
 
@@ -251,7 +251,7 @@ class ServingEngine:
         self.server: BatchServer | FifoServer = self._make()
 
     def crash(self) -> None:
-        """Lose cache and queue. What the old server had planned still happens; `life` tells it apart."""
+        """Lose cache and queue. Calls that the old server had planned still come; their old `life` tells them apart."""
         self.life += 1
         self.cache.clear()
         self.server = self._make()

@@ -1,11 +1,12 @@
-"""``prefixroute simulate stress``: the default rule where the grid does not go, against no routing; and its guards.
+"""``prefixroute simulate stress``: the default rule against no routing in fleets outside the grid; and guards.
 
 Rows are fleets with one thing out of the ordinary: delays of every pair, wrong round trips and rates, slow nodes, lost
-datagrams, a crash, sparse digests, batching engines, larger fleets. Guards are nodes that are silent or lie.
+datagrams, a crash, sparse digests, batching engines, larger fleets. Guards are runs with nodes that are silent or lie,
+and other single figures with a bar.
 
 Rules:
 1. Both policies of a row meet the same requests and the same faults.
-2. A guard counts what the others still sent to a bad node.
+2. A guard against a bad node counts the forwards that the other nodes still sent to it.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ BASES = {
     "far, little to gain": replace(BASE, workload="zipf2.5", capacity=0.5, load=0.3, delay_s=0.2),
     "very far": replace(BASE, workload="zipf1.1", delay_s=1.0),
 }
-"""Cells that every row is run in: routing gains much in the first and next to nothing in the others."""
+"""The cells in which every row is run: routing gains much in the first, and next to nothing in the others."""
 
 
 class StressCase(NamedTuple):
-    """What is out of the ordinary, and the most that the default rule's mean may be of no routing's, in any cell."""
+    """A change of every cell, and the bar: the highest ratio allowed of the default rule's mean to no routing's."""
 
     name: str
     change: Callable[[CellSettings], CellSettings]
     bar: float = 1.02
     faults: tuple[Fault, ...] = ()
-    """With begin_s and end_s as shares of the run."""
+    """Faults whose `begin_s` and `end_s` are shares of the run, not seconds."""
 
 
 class StressRatios(NamedTuple):
-    """Ratios to no routing of mean and p99, and whether every request was answered once."""
+    """Mean and p99 as ratios to no routing, and whether every request was answered once."""
 
     mean: float
     p99: float
@@ -56,7 +57,7 @@ class StressRatios(NamedTuple):
 
 
 def pair_delays(nodes: int, longest_s: float, seed: int = 1) -> tuple[tuple[float, ...], ...]:
-    """Return one-way delays between sites that lie at random in a square, the same both ways."""
+    """Return one-way delays in seconds between sites at random places in a square, the same in both directions."""
     rng = random.Random(seed)
     places = [complex(rng.random(), rng.random()) for _ in range(nodes)]
     return tuple(tuple(longest_s * abs(a - b) / 2**0.5 for b in places) for a in places)
@@ -138,11 +139,11 @@ LIES = {
     "its speed and its load": (("slow", "hide_load"), ("slow",)),
     "everything": (("claim_all", "slow", "hide_load"), ("cold", "slow")),
 }
-"""By lie: the fault of the liar, and the fault of a truthful twin that is as bad and says so."""
+"""By lie: the faults of the liar, and the faults of its truthful twin, a node that is as bad and advertises it."""
 
 
 def _lies(about: str) -> Callable[[int], float]:
-    """The share of forwards that go to a liar, after the first 20, beyond the share that go to its truthful twin."""
+    """Return a guard: the liar's share of forwards after the first 20 to it, less the share of its truthful twin."""
     return partial(_beyond_its_twin, *LIES[about])
 
 
@@ -171,7 +172,7 @@ def _guarded(kind: str, seed: int) -> tuple[Faulty, float, float]:
 
 
 def _with_faults(cell: CellSettings, kinds: tuple[str, ...], seed: int) -> tuple[Faulty, float, float]:
-    """Run a cell with faults of node 0 in its middle; return when they began and ended."""
+    """Run a cell with faults of node 0 in the middle of the run; return the run, and their begin and end in seconds."""
     trace = trace_of(cell, seed)
     length = trace.arrivals[-1].at
     begin, end = 0.3 * length, 0.7 * length
@@ -182,11 +183,11 @@ def _with_faults(cell: CellSettings, kinds: tuple[str, ...], seed: int) -> tuple
 
 
 TWO_CACHES = GatewaySettings(gateways=1, hosts=2, endpoints_per_host=1, capacity_tokens=29000)
-"""A gateway before two caches that together hold the topics, one and a half times, and neither alone."""
+"""A gateway before two caches: together they have room for one and a half times all topics, one alone has not."""
 
 
 def _split(seed: int) -> float:
-    """Share of hits that a gateway loses against the best split, with requests one after another."""
+    """Return the share of hits that a gateway loses against the best split, with requests one after another."""
     trace = maker("uniform")(1.0, 1500, 1, seed).at_rate(0.5)
     run = GatewayRun(trace, TWO_CACHES, seed)
     run.run()
@@ -194,7 +195,7 @@ def _split(seed: int) -> float:
 
 
 def _evenness(seed: int) -> float:
-    """The busier of two endpoints' share of prompts that have no whole block, one after another."""
+    """Return the busier endpoint's share, of two, of prompts shorter than a block that come one after another."""
     trace = short_prompts(1000, 1, seed).at_rate(0.5)
     run = GatewayRun(trace, TWO_CACHES, seed)
     run.run()
@@ -202,11 +203,11 @@ def _evenness(seed: int) -> float:
 
 
 SLOW_GOSSIP = (("zipf1.5", 0.25, 0.002), ("zipf1.1", 0.5, 0.02), ("uniform", 0.5, 0.2), ("zipf2", 0.5, 0.002))
-"""Workload, capacity and delay of cells in which gossip slows down."""
+"""(workload, capacity, one-way delay in seconds) of the cells in which gossip slows down."""
 
 
 def _staleness(seed: int, requests: int = 2000) -> float:
-    """Mean with a round of gossip of 10 s over that with one of 1 s; averaged, since one run's ratio is noisy."""
+    """Return the mean with rounds of 10 s over that with rounds of 1 s; averaged, since one run's ratio is noisy."""
     ratios = []
     for workload, capacity, delay_s in SLOW_GOSSIP:
         fast = CellSettings(4, workload, capacity, 1.0, 0.6, delay_s, requests)

@@ -1,9 +1,9 @@
 """Workloads of the serving simulator: traces of prompts with their arrival times and origins, from one seed.
 
 Rules:
-1. A trace is made once and used for every policy: ratios between policies are of the same requests.
-2. Times scale exactly with the rate, so that a trace of rate 1 tells the work before the rate is chosen.
-3. Prompts are prepared once: packed, hashed, and with the handles of what an engine caches of them.
+1. A trace is made once and used for every policy: ratios between policies compare the same requests.
+2. Times scale exactly with the rate, so the work of a trace is known, at rate 1, before the rate is chosen.
+3. Prompts are prepared once: packed, hashed, and with the handles of the blocks that an engine caches of them.
 4. Topics have the same tokens whatever the seed; tails and turns are new for each request.
 
 A name is a kind and, for Zipf, its exponent: uniform, zipf1.5, rotate, flash, conversations, agentic, mooncake.
@@ -25,7 +25,7 @@ import numpy as np
 from prefixroute import Domain, Node, TokenChain, UsageError
 
 TOPICS = 57
-"""MMLU's subjects."""
+"""Number of topics: MMLU's subjects."""
 
 TAIL_TOKENS = 100
 ROTATE_S, ROTATE_BY, ROTATE_SKEW = 300.0, 7, 1.5
@@ -41,7 +41,7 @@ _VOCABULARY = 32000
 class SimulatedPrompt:
     """A prompt, prepared: `tokens`, `chain`, and `blocks`, the handles of the blocks that an engine caches of it.
 
-    Of its blocks the first `shared` are those that other prompts may begin with, as far as the workload knows.
+    Other prompts may begin with its first `shared` blocks, as far as the workload knows.
     """
 
     __slots__ = ("_blocks", "cached_depth", "chain", "shared", "tokens")
@@ -57,7 +57,7 @@ class SimulatedPrompt:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Handles, root first. O(tokens) the first time."""
+        """Handles of the cached blocks, root first. O(tokens) the first time."""
         if not self._blocks and self.cached_depth:
             key = self.chain.key
             self._blocks = tuple(key(depth) for depth in range(1, self.cached_depth + 1))
@@ -74,7 +74,7 @@ class RequestArrival(NamedTuple):
 
 
 class ArrivalTrace(NamedTuple):
-    """All requests of a run in order of time; `prefix_tokens` is what shares of capacity refer to."""
+    """All requests of a run in order of time; a cache's share of capacity is a share of `prefix_tokens`."""
 
     name: str
     arrivals: tuple[RequestArrival, ...]
@@ -82,12 +82,12 @@ class ArrivalTrace(NamedTuple):
     domain: Domain
 
     def at_rate(self, rate: float) -> ArrivalTrace:
-        """Return the trace, made with rate 1, at `rate` requests a second."""
+        """Return this trace, which was made with rate 1, at `rate` requests a second."""
         return self._replace(arrivals=tuple(a._replace(at=a.at / rate) for a in self.arrivals))
 
 
 class Skeleton(NamedTuple):
-    """When, where and about what: a trace without its prompts."""
+    """A request without its prompt: when it comes (seconds), at which node, and its topic."""
 
     at: float
     origin: int
@@ -98,13 +98,13 @@ class Skeleton(NamedTuple):
 
 
 def prefix_lengths(topics: int = TOPICS) -> list[int]:
-    """Tokens of each topic's prefix: log-normal, 250 to 3,000, the same for every seed."""
+    """Return the tokens of each topic's prefix: log-normal, 250 to 3,000, the same for every seed."""
     rng = random.Random(1)
     return [min(max(int(rng.lognormvariate(6.45, 0.5)), 250), 3000) for _ in range(topics)]
 
 
 def topic_arrivals(skew: float, requests: int, origins: int, seed: int, topics: int = TOPICS) -> list[Skeleton]:
-    """Poisson arrivals of rate 1 at random origins; topic k has a weight of (k + 1) ** -skew."""
+    """Return Poisson arrivals of rate 1 at random origins; topic k has a weight of (k + 1) ** -skew."""
     rng = random.Random(seed)
     heights = list(accumulate((k + 1) ** -skew for k in range(topics)))
     cumulative = [height / heights[-1] for height in heights]
@@ -132,7 +132,7 @@ def _flashed(requests: int, origins: int, seed: int) -> list[Skeleton]:
 
 @lru_cache(maxsize=4)
 def _kitchen(domain: Domain) -> Node:
-    """A node that only prepares prompts: chains are the same for every node of a domain."""
+    """Return a node that only prepares prompts: chains are the same for every node of a domain."""
     return Node("prompts", domain, rng=random.Random(0), now=0.0)
 
 
@@ -182,7 +182,8 @@ def _with_prompts(
 class SessionShape(NamedTuple):
     """Sessions that begin with one of `fronts` prompts of `front_tokens`, and grow by a turn with each request.
 
-    A session ends after a geometric number of turns with mean `turns`; `open_sessions` are under way at a time.
+    A session ends after a geometric number of turns with mean `turns`; `open_sessions` are under way at a time. The
+    tokens of a turn are log-normal by `turn_log` (mu, sigma), bounded by `turn_tokens` (least, most).
     """
 
     fronts: int
@@ -200,7 +201,10 @@ AGENTIC = SessionShape(AGENT_TOOLS, AGENT_TOKENS, AGENT_TURNS, AGENT_SESSIONS)
 def session_arrivals(
     name: str, shape: SessionShape, requests: int, origins: int, seed: int, domain: Domain
 ) -> ArrivalTrace:
-    """Turns of sessions, each at a random origin, with all that was said before in front. `topic` is the session."""
+    """Return the turns of sessions, each at a random origin; a prompt begins with all turns before it.
+
+    `topic` is the number of the session.
+    """
     rng = random.Random(f"{seed}/{name}")
     fronts = [random_words((3, i, shape.front_tokens), shape.front_tokens) for i in range(shape.fronts)]
     told: list[bytes] = []
@@ -230,7 +234,7 @@ def session_arrivals(
 
 
 def short_prompts(requests: int, origins: int, seed: int, tokens: int = 12) -> ArrivalTrace:
-    """Prompts without a single whole block, all different, at random origins with rate 1."""
+    """Return prompts that are shorter than a block, all different, at random origins with rate 1."""
     domain = simulated_domain()
     drawn = topic_arrivals(0.0, requests, origins, seed)
     prompts = [_prompt(domain, random_words((6, seed, i), tokens), 0, None) for i in range(requests)]
@@ -243,7 +247,7 @@ def short_prompts(requests: int, origins: int, seed: int, tokens: int = 12) -> A
 
 
 def read_mooncake(path: Path, requests: int, origins: int, seed: int, skip: int = 0) -> ArrivalTrace:
-    """Read a Mooncake trace: a JSON object a line with timestamp (ms), input_length and hash_ids of 512 tokens.
+    """Read a Mooncake trace: a JSON object a line with timestamp (ms), input_length, and hash_ids, one for 512 tokens.
 
     Arrival times are scaled to a mean rate of 1. Raises `UsageError` for a file that is no such trace.
     """
@@ -283,9 +287,9 @@ def _from(lines: Iterator[str], skip: int) -> Iterator[str]:
 def maker(
     name: str, *, block_tokens: int = 16, tail_tokens: int = TAIL_TOKENS, cache_tails: bool = False, file: str = ""
 ) -> Callable[[float, int, int, int], ArrivalTrace]:
-    """Return what makes the workload `name`: called with (rate, requests, origins, seed), it returns a trace of rate 1.
+    """Return the maker of the workload `name`: a function (rate, requests, origins, seed) -> a trace of rate 1.
 
-    The rate matters only for what changes by the clock. Raises `UsageError` for an unknown name.
+    The rate matters only for workloads that change with time. Raises `UsageError` for an unknown name.
     """
     domain = simulated_domain(block_tokens)
 
