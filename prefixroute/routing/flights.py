@@ -211,7 +211,8 @@ class Flights:
             self._suspend(flight, standing, outcome.reason or kind.value, now)
         elif kind is OutcomeKind.SERVED or kind is OutcomeKind.DECLINED:
             self._resume(standing, kind)
-            self._compare_hit(flight, standing, outcome.counted_tokens, now)
+            if outcome.read_cache:
+                self._compare_hit(flight, standing, outcome.cached_tokens, now)
             if kind is OutcomeKind.SERVED:
                 self._judge_answer(flight, standing, outcome, now)
         if isinstance(standing, PeerStanding):
