@@ -453,8 +453,8 @@ class Flights:
             if not flight.heard:
                 self._heard(flight, standing, answers, now)
         if kind is OutcomeKind.SERVED or kind is OutcomeKind.DECLINED:
-            if flight.foreseen:
-                self._compare_hit(flight, standing, outcome.counted_tokens, now)
+            if flight.foreseen and outcome.read_cache:
+                self._compare_hit(flight, standing, outcome.cached_tokens, now)
             if kind is OutcomeKind.SERVED:
                 self._judge_answer(flight, standing, outcome, now)
         if isinstance(standing, PeerStanding):

@@ -40,7 +40,7 @@ FORGIVEN_S = 600.0
 class Reuse:
     """What one endpoint's engine reuses. All sizes are in tokens."""
 
-    __slots__ = ("_at", "_most", "_points", "drop", "floor", "in_row", "unit")
+    __slots__ = ("_at", "_most", "_points", "_whole", "drop", "floor", "in_row", "unit")
 
     def __init__(self) -> None:
         self.forget()
@@ -49,16 +49,19 @@ class Reuse:
         """Forget everything: the engine began anew."""
         self._points: deque[tuple[int, int]] = deque(maxlen=WINDOW)
         self.unit = self.drop = self.floor = self.in_row = self._most = 0
+        self._whole = WINDOW
+        """Answers in a row that lacked nothing: of so many there is nothing to find."""
         self._at = 0.0
 
-    def note(self, held: int, cached: int, unit: int, now: float) -> bool:
-        """Take a point; `unit` is the hit unit by the endpoint's own word. Return whether it is reused at all now.
+    def note(self, held: int, cached: int, unit: int, now: float) -> None:
+        """Take a point; `unit` is the hit unit by the endpoint's own word.
 
-        `held` does not count the prompt's last token, which is never reused. O(`WINDOW`).
+        `held` does not count the prompt's last token, which is never reused. O(1) while nothing lacks, else
+        O(`WINDOW`).
         """
         expected = held - held % (self.unit or unit) - self.drop
         if expected <= 0:
-            return not self.floor
+            return
         if cached < MISSED * expected:
             self.in_row += 1
             self._most = max(self._most, expected + self.drop)
@@ -67,8 +70,9 @@ class Reuse:
         else:
             self.in_row = self.floor = self._most = 0
             self._points.append((held, cached))
-            self._fit(unit)
-        return not self.floor
+            self._whole = self._whole + 1 if cached >= held - held % unit else 0
+            if self._whole < WINDOW or self.drop or self.unit:
+                self._fit(unit)
 
     def share(self, now: float) -> float:
         """Return the share of what is held that is worth counting on, 0 to 1: less than 1 while nothing is reused."""
