@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from network import DOMAIN, Network, copies, fleet, gossip, pair
 
-from prefixroute import DatagramRejected, Node, NodeSettings
+from prefixroute import DatagramRejected, Node, NodeSettings, ReplicaChanged
 from prefixroute.replication.members import MAX_PAST
 from prefixroute.replication.wire import LAST_BEAT, Kind, Message, Stamp, VectorEntry, encode, encode_part
 
@@ -168,9 +168,6 @@ class Twins(Network):
         for name in twin_peers:
             self.twin.add_peer(name, name, self.now)
 
-    def _carry(self, source: str, to: str, data: bytes) -> None:
-        super()._carry(source, to, data)
-
     def _acted(self, name: str, host: Any) -> None:
         node = host.node
         kept = node._outbox._packed
@@ -227,3 +224,20 @@ def test_two_living_nodes_of_one_name_are_both_told_once_a_minute_and_bytes_are_
         assert 1 <= namesakes(who) <= 4, who
     assert gossip(net.nodes["n1"]).peers["n0"].address == "n0"
     assert sent < (6 if window == 0 else 2.5) * usual, sent / usual
+
+
+@pytest.mark.parametrize("window", [0, 4096])
+def test_a_fleet_that_is_split_over_two_nodes_of_one_name_does_not_push_them_up_for_ever(window: int) -> None:
+    net = Twins(1, NodeSettings(replay_window=window), ("n1", "n2", "n3"))
+    net.oracle.acted = lambda *_: None  # type: ignore[method-assign]  # it knows one owner of a name
+    net.act("n3", lambda node, now: node.add_peer("n0", "twin", now))
+    net.minutes(60)
+    before = sum(map(len, net.told.values())) + len(net.twin_told)
+    refuted = net.nodes["n0"].counters["refutations"] + net.twin.counters["refutations"]
+    net.minutes(120)
+    # Each moves past the other six times a minute at most, and tells it once.
+    assert net.nodes["n0"].counters["refutations"] + net.twin.counters["refutations"] - refuted <= 26
+    assert refuted <= 2 * (8 + 6)
+    assert sum(map(len, net.told.values())) + len(net.twin_told) - before <= 240
+    for told in (net.told["n0"], net.twin_told):
+        assert 1 <= sum(isinstance(event, ReplicaChanged) and event.state == "refuted" for event in told) <= 4
