@@ -142,10 +142,27 @@ def test_the_highest_life_is_kept_whether_or_not_anything_is_held(
 
 def test_a_life_too_old_to_be_met_is_remembered() -> None:
     _, b = pair()
+    b.add_peer("e", "at e", 0.0)
     for entry in (VectorEntry("e/0", 10, 1, age_ms=70_000), VectorEntry("e/0", 2, 1)):
         data = encode(Kind.ACK, DOMAIN.fingerprint, DOMAIN.secret, Message("a"), [encode_part(entry)])
         b.receive_datagram(data, "at a", 0.0)
     assert "e/0" not in copies(b)
+
+
+@pytest.mark.parametrize("age_ms", [0, 2**32 - 1])
+@pytest.mark.parametrize("beat", [1, LAST_BEAT])
+def test_a_lie_of_an_endpoint_that_is_not_there_yet_does_not_keep_it_out(age_ms: int, beat: int) -> None:
+    net = Network(1)
+    for i, peers in enumerate(([], ["n0"], ["n1"])):
+        net.add(f"n{i}", incarnation=NANOSECONDS, peers=peers)
+    net.run(3)
+    # n2 hears of n0 through n1 only.
+    net.oracle.added("n0/1")
+    say(net, "n2", "n1", VectorEntry("n0/1", 2**62, beat, age_ms=age_ms))
+    net.run(1)
+    net.add_endpoint("n0", "1", NANOSECONDS)
+    net.run(3)
+    assert net.lagging() == net.unheard() == []
 
 
 # --- two nodes of one name ---------------------------------------------------------------------------------
