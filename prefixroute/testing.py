@@ -353,13 +353,15 @@ def stored(
 class Mesh:
     """Nodes of one process joined by a network that loses nothing, on virtual time.
 
-    Addresses are node names. `delays` holds one-way seconds by (from, to), 0 where there is no entry. Datagrams from or
-    to a node in `down` are dropped, and its timers do not fire.
+    Addresses are node names, unless a node is added at another. `delays` holds one-way seconds by (from, to) of names,
+    0 where there is no entry. Datagrams from or to a node in `down` are dropped, and its timers do not fire.
     """
 
     def __init__(self, *nodes: Node, now: float = 0.0) -> None:
         self.now = now
         self.nodes: dict[str, Node] = {}
+        self.addresses: dict[str, str] = {}
+        """Where each node is, by name."""
         self.delays: dict[tuple[str, str], float] = {}
         self.down: set[str] = set()
         self._sent = 0
@@ -367,12 +369,19 @@ class Mesh:
         for node in nodes:
             self.add(node)
 
-    def add(self, node: Node) -> Node:
-        """Add a node, and make it and each of the others peers."""
-        for other in self.nodes.values():
-            other.add_peer(node.node, node.node, self.now)
-            node.add_peer(other.node, other.node, self.now)
+    def add(self, node: Node, address: str = "") -> Node:
+        """Add a node, and make it and each of the others peers.
+
+        Of one that comes back under its name, perhaps at another address, the others are not told.
+        """
+        again = node.node in self.nodes
+        address = self.addresses[node.node] = address or node.node
         self.nodes[node.node] = node
+        for other in self.nodes.values():
+            if other is not node:
+                node.add_peer(other.node, self.addresses[other.node], self.now)
+                if not again:
+                    other.add_peer(node.node, address, self.now)
         return node
 
     def run(self, seconds: float) -> None:
@@ -382,8 +391,8 @@ class Mesh:
             for node in self.nodes.values():
                 for address, data in node.datagrams_to_send(self.now):
                     self._sent += 1
-                    at = self.now + self.delays.get((node.node, str(address)), 0.0)
-                    heappush(self._under_way, (at, self._sent, node.node, str(address), data))
+                    at = self.now + self.delays.get((node.node, self._at(address)), 0.0)
+                    heappush(self._under_way, (at, self._sent, self.addresses[node.node], str(address), data))
             up = [node for node in self.nodes.values() if node.node not in self.down]
             due = [node.next_timer() for node in up] + [at for at, *_ in self._under_way[:1]]
             if not due or min(due) > end:
@@ -391,8 +400,13 @@ class Mesh:
             self.now = max(self.now, min(due))
             while self._under_way and self._under_way[0][0] <= self.now:
                 _, _, source, target, data = heappop(self._under_way)
-                if target in self.nodes and not {source, target} & self.down:
-                    self.nodes[target].receive_datagram(data, source, self.now)
+                name = self._at(target)
+                if name and not {self._at(source), name} & self.down:
+                    self.nodes[name].receive_datagram(data, source, self.now)
             for node in up:
                 node.handle_timer(self.now)
         self.now = end
+
+    def _at(self, address: object) -> str:
+        """The node that has an address, "" if none has."""
+        return next((name for name, at in self.addresses.items() if at == address), "")

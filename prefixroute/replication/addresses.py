@@ -42,6 +42,9 @@ MOVED_AFTER = 4
 LEAST_QUESTIONS = 2
 """Questions that a claimed peer must have left unanswered."""
 
+UNDER_WAY_S = 1.0
+"""Words that come so long after a claim were not under way: the peer lives, even if it takes no questions."""
+
 REFUSED_S = 60.0
 """A life that was refused is not heard for so long, unless the peer is suspected."""
 
@@ -161,17 +164,17 @@ class Addresses:
     def settle(self, peer: Peer, now: float) -> Claim | None:
         """Decide a claim if that can be; return it if the peer is where it says, and believed to be there."""
         claim, settings = self.claims[peer.node], self._settings
-        if not claim.same and settings.replay_window and peer.life == claim.life:
-            # It has proved itself where the peer was: one node with two addresses.
+        since, told_apart = claim.since, not claim.same and settings.replay_window
+        if claim.address == peer.address or (told_apart and peer.life == claim.life):
+            # It has proved itself where the peer is: one node with two addresses.
             del self.claims[peer.node]
             return None
-        since = claim.since
-        if not claim.same and settings.replay_window:
+        if told_apart:
             since = max(since, peer.heard_at)
         patience_s = max(2 * settings.interval_s, 4 * (peer.rtt_s or 0.0))
         if claim.address == peer.home or peer.state == "suspected":
             return self._adopt(peer, claim, now)
-        if peer.answered_at >= claim.since:
+        if peer.answered_at >= claim.since or since - claim.since >= UNDER_WAY_S:
             self._refuse(peer, claim, now)
         elif claim.questions >= LEAST_QUESTIONS and now - since >= patience_s:
             return self._adopt(peer, claim, now)
@@ -204,7 +207,7 @@ class Addresses:
         self._refused[peer.node] = (claim.life, now)
         reason = f"two nodes are called {peer.node!r}: one answers at {peer.address!r}, this one is not heard"
         if self._refusals.namesake(claim.address, peer.node, reason, now):
-            for address, life in ((claim.address, peer.answered_life), (peer.address, claim.life)):
+            for address, life in ((claim.address, peer.answered_life or peer.life), (peer.address, claim.life)):
                 # A challenge for another life and of no question: its receiver tells that its name is used twice.
                 self._outbox.challenge(address, life, self._freshness.nonce(), 0)
 

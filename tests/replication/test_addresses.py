@@ -10,6 +10,7 @@ from network import DOMAIN, Faults, Network, copies, gossip
 
 from prefixroute import AddressFailed, Node, NodeSettings, PeerChanged
 from prefixroute.replication.wire import Kind, Message, Stamp, decode, encode
+from prefixroute.testing import Mesh
 
 
 def settings(learn: bool, at: str, **more: Any) -> NodeSettings:
@@ -302,3 +303,17 @@ def test_a_pause_of_ones_own_is_no_part_of_a_round_trip() -> None:
     a.receive_datagram(challenge.data, "b", 3600.0)
     rtt_s = gossip(a).peers["b"].rtt_s
     assert rtt_s is not None and rtt_s < 0.5
+
+
+def test_a_mesh_brings_a_node_back_at_another_address() -> None:
+    def node(name: str, incarnation: int, now: float) -> Node:
+        made = Node(name, DOMAIN, rng=random.Random(f"{name}{incarnation}"), now=now)
+        made.add_endpoint("0", incarnation=incarnation, now=now)
+        return made
+
+    mesh = Mesh(node("a", 1, 0.0), node("b", 1, 0.0))
+    mesh.run(3)
+    mesh.add(node("b", 2, mesh.now), "elsewhere")
+    mesh.run(1)
+    assert mesh.nodes["a"].digests()["b/0"].incarnation == 2
+    assert [row.usable for row in mesh.nodes["a"].stats(mesh.now).endpoints] == [True, True]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from network import DOMAIN, Network, copies, fleet, gossip, pair
 
-from prefixroute import DatagramRejected, Node, NodeSettings
+from prefixroute import DatagramRejected, Node, NodeSettings, ReplicaChanged
 from prefixroute.replication.members import MAX_PAST
 from prefixroute.replication.wire import LAST_BEAT, Kind, Message, Stamp, VectorEntry, encode, encode_part
 
@@ -142,10 +142,27 @@ def test_the_highest_life_is_kept_whether_or_not_anything_is_held(
 
 def test_a_life_too_old_to_be_met_is_remembered() -> None:
     _, b = pair()
+    b.add_peer("e", "at e", 0.0)
     for entry in (VectorEntry("e/0", 10, 1, age_ms=70_000), VectorEntry("e/0", 2, 1)):
         data = encode(Kind.ACK, DOMAIN.fingerprint, DOMAIN.secret, Message("a"), [encode_part(entry)])
         b.receive_datagram(data, "at a", 0.0)
     assert "e/0" not in copies(b)
+
+
+@pytest.mark.parametrize("age_ms", [0, 2**32 - 1])
+@pytest.mark.parametrize("beat", [1, LAST_BEAT])
+def test_a_lie_of_an_endpoint_that_is_not_there_yet_does_not_keep_it_out(age_ms: int, beat: int) -> None:
+    net = Network(1)
+    for i, peers in enumerate(([], ["n0"], ["n1"])):
+        net.add(f"n{i}", incarnation=NANOSECONDS, peers=peers)
+    net.run(3)
+    # n2 hears of n0 through n1 only.
+    net.oracle.added("n0/1")
+    say(net, "n2", "n1", VectorEntry("n0/1", 2**62, beat, age_ms=age_ms))
+    net.run(1)
+    net.add_endpoint("n0", "1", NANOSECONDS)
+    net.run(3)
+    assert net.lagging() == net.unheard() == []
 
 
 # --- two nodes of one name ---------------------------------------------------------------------------------
@@ -167,9 +184,6 @@ class Twins(Network):
         self.twin_bytes = 0
         for name in twin_peers:
             self.twin.add_peer(name, name, self.now)
-
-    def _carry(self, source: str, to: str, data: bytes) -> None:
-        super()._carry(source, to, data)
 
     def _acted(self, name: str, host: Any) -> None:
         node = host.node
@@ -227,3 +241,20 @@ def test_two_living_nodes_of_one_name_are_both_told_once_a_minute_and_bytes_are_
         assert 1 <= namesakes(who) <= 4, who
     assert gossip(net.nodes["n1"]).peers["n0"].address == "n0"
     assert sent < (6 if window == 0 else 2.5) * usual, sent / usual
+
+
+@pytest.mark.parametrize("window", [0, 4096])
+def test_a_fleet_that_is_split_over_two_nodes_of_one_name_does_not_push_them_up_for_ever(window: int) -> None:
+    net = Twins(1, NodeSettings(replay_window=window), ("n1", "n2", "n3"))
+    net.oracle.acted = lambda *_: None  # type: ignore[method-assign]  # it knows one owner of a name
+    net.act("n3", lambda node, now: node.add_peer("n0", "twin", now))
+    net.minutes(60)
+    before = sum(map(len, net.told.values())) + len(net.twin_told)
+    refuted = net.nodes["n0"].counters["refutations"] + net.twin.counters["refutations"]
+    net.minutes(120)
+    # Each moves past the other six times a minute at most, and tells it once.
+    assert net.nodes["n0"].counters["refutations"] + net.twin.counters["refutations"] - refuted <= 26
+    assert refuted <= 2 * (8 + 6)
+    assert sum(map(len, net.told.values())) + len(net.twin_told) - before <= 240
+    for told in (net.told["n0"], net.twin_told):
+        assert 1 <= sum(isinstance(event, ReplicaChanged) and event.state == "refuted" for event in told) <= 4
