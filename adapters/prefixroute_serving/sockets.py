@@ -23,6 +23,11 @@ class CountingTransport:
         self.datagrams_sent = 0
 
     @property
+    def max_datagram(self) -> int | None:
+        """The most bytes that the inner transport carries at once, None where it does not say."""
+        return getattr(self._inner, "max_datagram", None)
+
+    @property
     def screen(self) -> Screen | None:
         """What the inner transport asks before it takes a datagram, if it asks at all."""
         return getattr(self._inner, "screen", None)
