@@ -97,6 +97,9 @@ class UdpTransport:
     pace, and the kernel drops the rest of a flood. A driver sets it to its node's.
     """
 
+    max_datagram = 65507
+    """What fits a UDP datagram over IPv4."""
+
     def __init__(self, endpoint: socket.socket, ask: Ask | None = None) -> None:
         self.screen: Screen | None = None
         self.unreached: Unreached | None = None

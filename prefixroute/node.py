@@ -90,6 +90,7 @@ class Node:
         self.journal = Journal()
         """What this node tells and counts; a transport may count its own failures here."""
         self._clock = NodeClock(now, self.journal)
+        self._ident = type(self).thread_id
         self._thread = 0
         """Whose calls are taken, 0 before the first."""
         self._spec = ChainSpec(domain.block_size, domain.mix)
@@ -121,7 +122,7 @@ class Node:
 
     def take_over(self) -> None:
         """Take the calls of this thread from now on, and no other's. The other one must have ended its last call."""
-        self._thread = type(self).thread_id()
+        self._thread = self._ident()
 
     # --- membership ----------------------------------------------------------------------------------------
 
@@ -255,7 +256,7 @@ class Node:
 
         O(endpoints), or O(endpoints log endpoints) once a round.
         """
-        now = self._at(now, timer=True)
+        now = self._at(now, True)
         self._table.begin(now)
         self._flights.judge(now)
         # In turn, so that neither waits for ever where the timer is handled at its own pace.
@@ -457,14 +458,14 @@ class Node:
 
     def _at(self, now: float, timer: bool = False) -> float:
         """Begin a call: return its node time. Raises `UsageError` for another thread, and for another clock."""
-        if type(self).thread_id() != self._thread:
+        if self._ident() != self._thread:
             if self._thread:
                 raise UsageError(
                     f"node {self.node!r} is called from two threads, and not made for it: call it from one alone (in a "
                     "server with asyncio: from `async def` handlers), or wrap it once in "
                     "prefixroute.threads.ThreadSafeNode(node); `take_over` moves it to the calling thread for good"
                 )
-            self._thread = type(self).thread_id()
+            self._thread = self._ident()
         return self._clock.read(now, timer)
 
     def _behind(self) -> bool:

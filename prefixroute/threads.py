@@ -61,7 +61,7 @@ def _locked(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(self: ThreadSafeNode, *args: Any, **named: Any) -> Any:
         with self._lock:
-            self._thread = type(self).thread_id()
+            self._thread = self._ident()
             return method(self, *args, **named)
 
     return call

@@ -23,6 +23,11 @@ class CountingTransport:
         self.datagrams_sent = 0
 
     @property
+    def max_datagram(self) -> int | None:
+        """The most bytes that the inner transport carries at once, None where it does not say."""
+        return getattr(self._inner, "max_datagram", None)
+
+    @property
     def screen(self) -> Screen | None:
         """The inner transport's test of a datagram before it is taken, None if it has none."""
         return getattr(self._inner, "screen", None)

@@ -30,7 +30,7 @@ from prefixroute_streams.engine_http import REFUSAL, REFUSING_FOR_S, TIMEOUT_S
 from prefixroute_streams.trouble import troubles
 from prefixroute_zmq.address import live_address
 
-from prefixroute import LoadReport, Node
+from prefixroute import LoadReport, Node, UsageError
 from prefixroute.aio import Driver
 from prefixroute.events import EngineBatch, StreamRestarted
 
@@ -226,7 +226,13 @@ class Attachment:
         await push.follower(source, self._take_load).run()
 
     def _apply(self, endpoint: str, batch: EngineBatch) -> None:
-        now, residency = self._driver.now(), self._node.residency(endpoint)
+        now = self._driver.now()
+        try:
+            residency = self._node.residency(endpoint)
+        except UsageError:
+            # This life of the rank is over, and its follower had one more batch: the node counts it.
+            self._node.apply(endpoint, batch, now)
+            return
         inflated = residency.counts.inflated
         self._node.apply(endpoint, self._resets.passed(endpoint, batch, now), now)
         self._driver.wake()
