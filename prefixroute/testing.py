@@ -361,7 +361,7 @@ class Mesh:
         self.now = now
         self.nodes: dict[str, Node] = {}
         self.addresses: dict[str, str] = {}
-        """Where each node is, by name."""
+        """Where nodes are, by name; those that are not in it are at their names."""
         self.delays: dict[tuple[str, str], float] = {}
         self.down: set[str] = set()
         self._sent = 0
@@ -379,7 +379,7 @@ class Mesh:
         self.nodes[node.node] = node
         for other in self.nodes.values():
             if other is not node:
-                node.add_peer(other.node, self.addresses[other.node], self.now)
+                node.add_peer(other.node, self._place(other.node), self.now)
                 if not again:
                     other.add_peer(node.node, address, self.now)
         return node
@@ -392,7 +392,7 @@ class Mesh:
                 for address, data in node.datagrams_to_send(self.now):
                     self._sent += 1
                     at = self.now + self.delays.get((node.node, self._at(address)), 0.0)
-                    heappush(self._under_way, (at, self._sent, self.addresses[node.node], str(address), data))
+                    heappush(self._under_way, (at, self._sent, self._place(node.node), str(address), data))
             up = [node for node in self.nodes.values() if node.node not in self.down]
             due = [node.next_timer() for node in up] + [at for at, *_ in self._under_way[:1]]
             if not due or min(due) > end:
@@ -409,4 +409,7 @@ class Mesh:
 
     def _at(self, address: object) -> str:
         """The node that has an address, "" if none has."""
-        return next((name for name, at in self.addresses.items() if at == address), "")
+        return next((name for name in self.nodes if self._place(name) == address), "")
+
+    def _place(self, name: str) -> str:
+        return self.addresses.get(name, name)

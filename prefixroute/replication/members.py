@@ -249,9 +249,11 @@ class Members:
         """Make a copy of an endpoint that was not known; None if it is stale, unwelcome, or one too many."""
         owner = owner_of(entry.endpoint)
         if now - heard_at > self._settings.forget_after_s:
-            self._remember(entry)
+            if owner in self.peers:
+                self._remember(entry)
             return None
         if (entry.incarnation, entry.heartbeat) <= self._past(entry.endpoint):
+            self._contradicted(entry.endpoint, now)
             return None
         # An endpoint of this node's name that this node does not have was one of a former run.
         if owner in ("", self.node) or self.peers.was_removed(owner):
@@ -279,22 +281,19 @@ class Members:
         return max(self._gone.get(endpoint, (0, -1)), left.beat if left is not None else (0, -1))
 
     def _remember(self, entry: VectorEntry) -> None:
-        """Remember a word of an endpoint that is not held, if its owner will be told so that it can move past it."""
-        word = (entry.incarnation, entry.heartbeat)
-        if owner_of(entry.endpoint) in self.peers and word > self._past(entry.endpoint):
-            self._gone[entry.endpoint] = word
+        """Remember a word of an endpoint that is not held. Of nodes that are no peers while there is room only."""
+        endpoint, word = entry.endpoint, (entry.incarnation, entry.heartbeat)
+        room = len(self._gone) < MAX_MEMORIES or endpoint in self._gone or not self.is_hearsay(endpoint)
+        if room and owner_of(endpoint) not in ("", self.node) and word > self._past(endpoint):
+            self._gone[endpoint] = word
+            if endpoint in self.left and entry.heartbeat == LAST_BEAT:
+                self.left[endpoint] = Left(entry.incarnation, self.left[endpoint].heard_at)
 
-    def _bury_unheld(self, entry: VectorEntry, now: float) -> None:
-        """Take the last word of an endpoint that is not held: it is kept, and passed on, as if it had been."""
-        endpoint, heard_at = entry.endpoint, now - entry.age_ms / 1000
-        if owner_of(endpoint) in ("", self.node) or (entry.incarnation, LAST_BEAT) <= self._past(endpoint):
-            return
-        hearsay = self.is_hearsay(endpoint) and endpoint not in self.left
-        if now - heard_at > self._settings.forget_after_s:
-            self._remember(entry)
-        elif not hearsay or sum(map(self.is_hearsay, self.left)) < self._settings.max_hearsay:
-            self._gone[endpoint] = (entry.incarnation, LAST_BEAT)
-            self._keep_last_word(entry, heard_at)
+    def _contradicted(self, endpoint: str, now: float) -> None:
+        """Pass on a last word that somebody speaks against: its owner, who is no peer, can move past it only then."""
+        incarnation, beat = self._past(endpoint)
+        if beat == LAST_BEAT and endpoint not in self.left and self.is_hearsay(endpoint):
+            self._keep_last_word(endpoint, Left(incarnation, now))
 
     def _start_over(self, entry: VectorEntry) -> None:
         """Forget an endpoint, on its owner's own word, if that word is older than any that the owner could go past."""
@@ -363,7 +362,7 @@ class Members:
         """Take an endpoint's last word: the endpoint has left."""
         copy, heard_at = self.copies.get(entry.endpoint), now - entry.age_ms / 1000
         if copy is None:
-            self._bury_unheld(entry, now)
+            self._remember(entry)
             return
         if entry.incarnation < copy.incarnation:
             return
@@ -372,15 +371,14 @@ class Members:
             return
         copy.incarnation, copy.heartbeat = entry.incarnation, LAST_BEAT
         self.forget(entry.endpoint, "left")
-        self._keep_last_word(entry, heard_at)
+        self._keep_last_word(entry.endpoint, Left(entry.incarnation, heard_at))
         self._tempo.stir(now)
 
-    def _keep_last_word(self, entry: VectorEntry, heard_at: float) -> None:
-        self.left.pop(entry.endpoint, None)
+    def _keep_last_word(self, endpoint: str, word: Left) -> None:
         while len(self.left) >= self._settings.max_endpoints:
             # The last words of own endpoints stay: nobody else tells them.
             oldest = next((name for name in self.left if owner_of(name) != self.node), None)
             if oldest is None:
                 return
             del self.left[oldest]
-        self.left[entry.endpoint] = Left(entry.incarnation, heard_at)
+        self.left[endpoint] = word
