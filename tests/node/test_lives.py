@@ -26,7 +26,7 @@ def orders() -> Iterator[tuple[str, ...]]:
         yield tuple(next(late) if i in places else next(rest) for i in range(6))
 
 
-@pytest.mark.parametrize("order", orders(), ids="-".join)
+@pytest.mark.parametrize("order", list(orders()), ids="-".join)
 @pytest.mark.parametrize("incarnation", [1, 2])
 def test_late_batches_of_an_older_life_are_dropped(order: tuple[str, ...], incarnation: int) -> None:
     net = mesh(2)
