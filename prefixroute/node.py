@@ -196,9 +196,10 @@ class Node:
         The address is asked until somebody answers, and again when that peer is silent. Who is there takes up a node
         that it does not know if its settings say `learn_peers`, and this node's say its `contact`.
         """
+        at = None if now is None else self._at(now)
         self._gossip.addresses.seed(address)
-        if now is not None:
-            self._tempo.stir(now)
+        if at is not None:
+            self._tempo.stir(at)
 
     def remove_peer(self, node: str, now: float) -> None:
         """Stop gossiping with a node and forget its endpoints, whoever still speaks of them."""
