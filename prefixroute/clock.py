@@ -19,7 +19,7 @@ Rules:
 
 from __future__ import annotations
 
-from math import isfinite
+from math import inf, isfinite, nextafter
 
 from .errors import UsageError
 from .events import ClockJumped, Journal
@@ -93,6 +93,8 @@ class NodeClock:
     def reading_of(self, at: float) -> float:
         """Return the reading at which it is `at`; soon, while it is not known which clock is right: the timer tells."""
         reading = at - self._offset
+        while reading + self._offset < at:  # Rounded down it would never be due.
+            reading = nextafter(reading, inf)
         if self._doubt is None:
             return reading
         first, _, telling = self._doubt

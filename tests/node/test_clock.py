@@ -204,6 +204,21 @@ def test_time_and_back_again_is_told_once_a_minute() -> None:
     assert node.counters["clock_behind"] == 300
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_timer_that_is_handled_when_it_is_due_is_done_whatever_the_clock_was_set_by(seed: int) -> None:
+    """The reading at which it is due is rounded up: rounded down the caller would be told again and again."""
+    rng = random.Random(seed)
+    node, now = own(), BOOT
+    for _ in range(6):
+        now -= rng.uniform(0.5, 5000.0)
+        for _ in range(40):
+            node.handle_timer(now)
+            due = node.next_timer()
+            assert due > now
+            now = due
+    assert node.counters["clock_sets"] == 6
+
+
 # --- the clock alone -----------------------------------------------------------------------------------------
 
 

@@ -296,6 +296,8 @@ class Gossiping(Unrouted):
         self._index = {name: i for i, name in enumerate(self.names)}
         self._target = {endpoint: i for i, endpoint in enumerate(self.endpoints)}
         self._due: list[float] = []
+        self._began: list[float] = []
+        """When each node was there: nobody hears it before."""
 
     def begin(self) -> None:
         """Start the nodes, some rounds early and out of step with each other."""
@@ -305,6 +307,7 @@ class Gossiping(Unrouted):
             at = -early - settings.gossip_s * self.rng.random()
             self.nodes.append(self.start(i, 1, at))
             self._due.append(at)
+            self._began.append(at)
             self.plan(at, self._timer, i)
         for i, node in enumerate(self.nodes):
             for j, name in enumerate(self.names):
@@ -364,7 +367,7 @@ class Gossiping(Unrouted):
 
     def _deliver(self, parcel: tuple[int, int, bytes], now: float) -> None:
         i, source, data = parcel
-        if self._due[i] == _DOWN:
+        if self._due[i] == _DOWN or now < self._began[i]:
             return
         self.nodes[i].receive_datagram(data, self.names[source], now)
         self.carry(i, now)
