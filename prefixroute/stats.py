@@ -36,7 +36,8 @@ class EndpointStats(NamedTuple):
 
     `queue` counts the requests that this node sent there and that have no first token; `prefill_tokens_per_s` is what
     a decision would count. The rest is by the endpoint's freshest report, 0 where it does not tell: requests `running`
-    and `waiting`, `queued_tokens` to prefill, the share of its KV cache in use (`kv_used`, 0 to 1), and `capacity_tokens`.
+    and `waiting`, `queued_tokens` to prefill, the share of its KV cache in use, `kv_used`, 0 to 1, and its size,
+    `capacity_tokens`.
     """
 
     endpoint: str
