@@ -76,7 +76,8 @@ class Fleet:
             if hit:
                 self._typical_s = self._typical_s + 0.1 * (work_s - self._typical_s) if self._typical_s else work_s
             # Every other origin is taken to forward as often as this one, and as much as a hit takes.
-            mirrored = max(0, len(self._owners) - 2) * min(work_s, self._typical_s)
+            others, typical_s = len(self._owners) - 2, self._typical_s
+            mirrored = others * (work_s if work_s < typical_s else typical_s) if others > 0 else 0.0
             standing.queue.sent(ticket, tuple.__new__(Send, (now + standing.rtt_s / 2, work_s + mirrored)))
         elif isinstance(standing, LocalStanding):
             standing.arrivals.arrived(now)
@@ -143,7 +144,7 @@ class Fleet:
         bit, state = standing.bit, standing.state
         if standing.away:
             return
-        held = now >= standing.silence.late_at and standing.silence.holds(now)
+        held = now >= standing.silence.late_at and isinstance(standing, PeerStanding) and standing.holds(now)
         out = held or state is _REFUSING or standing.suspension.blocks(now) or standing.copy.suspected
         if self.gate is not None and not standing.local:
             needs = standing.needs_s = self.gate.needs_s(standing.zone)

@@ -36,7 +36,7 @@ from .decision import FORWARDED, Decision, Outcome, OutcomeKind
 from .fleet import Offer
 from .router import Router
 from .standing import PeerStanding, Standing
-from .trust import AT_ONCE, MAX_DECLINES, SILENT, Suspension, late_after_s, overdue_after_s
+from .trust import AT_ONCE, MAX_DECLINES, OVERDUE_S, SILENT, Suspension, late_after_s, overdue_after_s
 
 _FAILURES = (OutcomeKind.FAILED, OutcomeKind.TIMED_OUT)
 _SERVED, _DECLINED, _REFUSED, _CANCELLED = (
@@ -76,7 +76,7 @@ class Flight:
     decision: Decision
     chain: TokenChain
     weighed: Candidate
-    left: list[str]
+    left: tuple[str, ...]
     sent_at: float
     offer: Offer | None = None
     tried: tuple[str, ...] = field(default=(), init=False)
@@ -89,8 +89,8 @@ class Flight:
     """Whether its first word came."""
     foreseen: bool = field(default=True, init=False)
     """Whether its target was weighed when it was decided: else there is nothing to compare the answer with."""
-    due_at: float = field(default=inf, init=False)
-    """When its first word is overdue; infinite when it came, or was judged."""
+    moved_at: float = field(default=-inf, init=False)
+    """When the queue in which it waits was last seen to move."""
     excess_s: float = field(default=0.0, init=False)
     """Seconds of the wait that its target did not tell: earlier ones came late, or do not come."""
     charged: int = field(default=-1, init=False)
@@ -127,7 +127,7 @@ class Flights:
         self._kept: dict[int, Flight] = {}
         """Attempts that were given up, the oldest first."""
         self._kept_tokens = 0
-        self.judge_at = inf
+        self.judge_at = -inf
         """When `judge` is to be called; it may find nothing to do. To be read only."""
         self._pauses: list[float] = []
         """A heap: when suspended endpoints may be tried again."""
@@ -145,7 +145,7 @@ class Flights:
             self._journal.count("decisions", "declined")
             reason = f"declined: longer here than the budget of {1000 * budget_s:.0f} ms"
             return decision._replace(declined=True, reason=reason)
-        flight = Flight(decision, chain, best, list(decision.fallbacks), now, offer)
+        flight = Flight(decision, chain, best, decision.fallbacks, now, offer)
         self.open[decision.id] = flight
         if len(self.open) > self._bounds.most:
             self._give_up(next(iter(self.open)), now)
@@ -222,12 +222,11 @@ class Flights:
         """Suspend peers whose first words are overdue, and let those be tried whose pause is over. O(attempts)."""
         if now < self.judge_at:
             return
-        next_at = inf
+        # Nothing that is sent from now on is overdue before.
+        next_at = now + OVERDUE_S
         for flight in list(self.open.values()):
-            if flight.due_at <= now:
-                self._overdue(flight, now)
-            if flight.due_at < next_at:
-                next_at = flight.due_at
+            if not (flight.heard or flight.weighed.local or flight.charged >= 0):
+                next_at = min(next_at, self._overdue(flight, now))
         if self._pauses and self._pauses[0] <= now:
             while self._pauses and self._pauses[0] <= now:
                 heappop(self._pauses)
@@ -235,19 +234,22 @@ class Flights:
         # Of thousands that are due one after the other, some are judged at a time.
         self.judge_at = min(max(next_at, now + JUDGED_EVERY_S), self._pauses[0] if self._pauses else inf)
 
-    def _overdue(self, flight: Flight, now: float) -> None:
-        """Judge an attempt of which no word came."""
+    def _overdue(self, flight: Flight, now: float) -> float:
+        """Judge an attempt of which no word came, if it is time; return when it is to be looked at again."""
         standing = self._fleet.known(flight.weighed.endpoint)
-        if isinstance(standing, PeerStanding):
-            waited_s = now - flight.sent_at
-            patience_s = standing.slack_s + overdue_after_s(flight.weighed.cost_s)
-            if standing.silence.moves(flight.sent_at, now - min(waited_s, patience_s)):
-                flight.due_at = now + patience_s
-                return
-            self._journal.count("overdue")
-            self._silent(flight, standing, f"no first token within {waited_s:.1f} s", now)
-            self._fleet.refresh(standing, now)
-        flight.due_at = inf
+        if not isinstance(standing, PeerStanding):
+            return inf
+        patience_s = standing.slack_s + overdue_after_s(flight.weighed.cost_s)
+        due_at = max(flight.sent_at, flight.moved_at) + patience_s
+        if now < due_at:
+            return due_at
+        if standing.silence.moves(flight.sent_at, max(flight.sent_at, now - patience_s)):
+            flight.moved_at = now
+            return now + patience_s
+        self._journal.count("overdue")
+        self._silent(flight, standing, f"no first token within {now - flight.sent_at:.1f} s", now)
+        self._fleet.refresh(standing, now)
+        return inf
 
     def _silent(self, flight: Flight, standing: Standing, reason: str, now: float) -> None:
         """Suspend a peer that gives no word, and expect nothing there of the prompt."""
@@ -262,7 +264,7 @@ class Flights:
 
     def _heard(self, flight: Flight, standing: Standing, answers: bool, now: float) -> None:
         """Take an attempt's first word: the endpoint is there, and `answers` or turns the prompt away."""
-        flight.heard, flight.due_at = True, inf
+        flight.heard = True
         self._trial_over(flight)
         late_s = now - flight.sent_at - flight.weighed.cost_s
         if isinstance(standing, PeerStanding):
@@ -298,14 +300,10 @@ class Flights:
             # What is only expected here may not come: it is promised along with the rest.
             self._hooks.begun(ticket, flight.chain, standing, 0 if weighed.predicted else weighed.depth, now)
         elif isinstance(standing, PeerStanding):
-            silence, expected_s = standing.silence, weighed.cost_s
-            flight.due_at = due_at = now + standing.slack_s + overdue_after_s(expected_s)
-            if due_at < self.judge_at:
-                self.judge_at = due_at
-            silence.waiting += 1
-            if silence.waiting == 1:
-                silence.late_at = now + standing.slack_s + late_after_s(expected_s)
-            if standing.doubted or now > silence.late_at:
+            late_at = standing.silence.late_at
+            if late_at == inf:
+                standing.silence.late_at = now + standing.slack_s + late_after_s(weighed.cost_s)
+            if standing.doubted or now > late_at:
                 self._doubt(flight, standing, now)
 
     def _doubt(self, flight: Flight, standing: PeerStanding, now: float) -> None:
@@ -316,7 +314,7 @@ class Flights:
             flight.suspension = suspension
             suspension.sent(flight.decision.id)
             self._fleet.refresh_sharing(standing, now)
-        elif standing.silence.holds(now):
+        elif standing.holds(now):
             self._fleet.refresh(standing, now)
 
     def _landed(self, flight: Flight, standing: Standing, now: float) -> None:
@@ -345,8 +343,8 @@ class Flights:
         if old is not None:
             self._landed(flight, old, now)
             self._trial_over(flight)
-            if isinstance(old, PeerStanding):
-                old.silence.left(sent_at, late=False)
+            if isinstance(old, PeerStanding) and not old.queue.sends:
+                old.silence.late_at = inf
             self._fleet.refresh(old, now)
         self._predictions.drop(ticket)
         self._journal.count("elsewhere")
@@ -357,7 +355,7 @@ class Flights:
         flight.foreseen = weighed is not None
         flight.weighed = weighed or new.weigh(0, flight.chain.n_tokens, self._router.block_tokens, now)
         self._book(flight, new, now)
-        flight.sent_at, flight.heard, flight.due_at, flight.charged = sent_at, False, inf, -1
+        flight.sent_at, flight.heard, flight.charged = sent_at, False, -1
         return True
 
     def _anew(self, flight: Flight, now: float) -> str | None:
@@ -373,7 +371,7 @@ class Flights:
         if best.endpoint != declined:
             # Where there is nobody else it gets the prompt back.
             flight.tried += (declined,)
-        flight.left = list(flight.decision.fallbacks)
+        flight.left = flight.decision.fallbacks
         return self._go(flight, self._fleet.standings[best.endpoint], best, now)
 
     def _next(self, flight: Flight, now: float) -> str | None:
@@ -389,7 +387,7 @@ class Flights:
             del self.open[flight.decision.id]
             self._journal.count("exhausted")
             return None
-        flight.left = [name for name in flight.left if name != standing.name and name not in flight.tried]
+        flight.left = tuple([name for name in flight.left if name != standing.name and name not in flight.tried])
         weighed = flight.decision.candidate(standing.name)
         flight.foreseen = weighed is not None
         self._journal.count("fallbacks")
@@ -413,7 +411,7 @@ class Flights:
 
     def _go(self, flight: Flight, standing: Standing, weighed: Candidate, now: float) -> str:
         """Let an attempt begin at another endpoint."""
-        flight.weighed, flight.sent_at, flight.heard, flight.due_at, flight.charged = weighed, now, False, inf, -1
+        flight.weighed, flight.sent_at, flight.heard, flight.charged = weighed, now, False, -1
         self._book(flight, standing, now)
         return standing.name
 
@@ -497,9 +495,12 @@ class Flights:
         if suspension.failures:
             self._trial_over(flight)
             most = 1 if suspension.on_trial else AT_ONCE
-        silence.left(flight.sent_at, self._is_late(flight, standing, now))
-        if silence.given_up >= most:
-            self._suspend(flight, standing, "no first token came before those who waited went away", now)
+        if not standing.queue.sends:
+            silence.late_at = inf
+        if flight.sent_at >= silence.since and self._is_late(flight, standing, now):
+            silence.given_up += 1
+            if silence.given_up >= most:
+                self._suspend(flight, standing, "no first token came before those who waited went away", now)
 
     def _judge_answer(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """Count what an answer tells of its cached tokens, and whether it was in time, but for the work it had."""

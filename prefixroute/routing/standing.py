@@ -25,7 +25,7 @@ from ..load import DEFAULT_OVERHEAD_S, DEFAULT_PREFILL_TOKENS_PER_S, LoadReport,
 from ..policy.interface import Candidate
 from ..replication.copies import Copy, Peer
 from .ledger import ArrivalRate, Ledger, Queue, RateEstimate
-from .trust import Accuracy, Lateness, Misses, Promptness, Silence, Suspension
+from .trust import AT_ONCE, Accuracy, Lateness, Misses, Promptness, Silence, Suspension
 
 BELIEF = 0.95
 """Share of a remote match that is counted: a digest lags its owner by a round or so."""
@@ -279,6 +279,14 @@ class PeerStanding(Standing):
         self.doubted = self.suspension.failures > 0 or self.lateness.late_s > 0.0
         if now >= self.refused_until and now - copy.heard_at > copy.advert.ttl_s:
             self.state = PushBackState.OPEN
+
+    def holds(self, now: float) -> bool:
+        """Whether so many forwards wait for a late first word that no more are to follow. O(1) unless it is late."""
+        silence = self.silence
+        if now < silence.late_at:
+            return False
+        waiting = sum([send.arrives_at >= silence.since for send in self.queue.sends.values()])
+        return waiting > 0 and waiting + silence.given_up >= AT_ONCE
 
     def wait_s(self, now: float) -> float:
         """Return the seconds before a prefill begins: what is left of the queue when a prompt sent now arrives."""

@@ -157,19 +157,18 @@ class Suspension:
 
 
 class Silence:
-    """Forwards to an endpoint since its last word, or since it failed. `Flights` counts those it sends, without a call."""
+    """Whether forwards wait at an endpoint since its last word, or since it failed."""
 
-    __slots__ = ("_heard_at", "_reached", "_since", "given_up", "late_at", "waiting")
+    __slots__ = ("_heard_at", "_reached", "given_up", "late_at", "since")
 
     def __init__(self) -> None:
-        self._heard_at = self._reached = self._since = -inf
-        """When the last word came, when the latest of the forwards was sent of which one came, and since when it counts."""
-        self.waiting = 0
-        """Forwards sent since then that are under way."""
+        self._heard_at = self._reached = -inf
+        """When the last word came, and when the latest forward was sent of which one came."""
+        self.since = -inf
         self.given_up = 0
-        """Those for which nobody waits any more, and that were late by then."""
+        """Forwards sent since then for which nobody waits any more, and that were late by then."""
         self.late_at = inf
-        """When the first of them is late. From then on nothing is believed to move there."""
+        """When the first forward sent since then is late. From that moment on nothing is believed to move there."""
 
     def heard(self, sent_at: float, now: float) -> None:
         """Note the word of a forward that was sent then."""
@@ -179,26 +178,11 @@ class Silence:
 
     def broken(self, now: float) -> None:
         """Note a word, or a failure: what is to come is judged anew."""
-        self._since = now
-        self.waiting = self.given_up = 0
-        self.late_at = inf
-
-    def left(self, sent_at: float, late: bool) -> None:
-        """Note that nobody waits any more for a forward that was sent then; `late` says whether it was late."""
-        if sent_at < self._since or not self.waiting:
-            return
-        self.waiting -= 1
-        self.given_up += late
-        if not self.waiting:
-            self.late_at = inf
+        self.since, self.given_up, self.late_at = now, 0, inf
 
     def moves(self, sent_at: float, since: float) -> bool:
         """Whether a forward that was sent then is still in a queue: words came `since`, and none of a later one."""
         return self._heard_at > since and self._reached < sent_at
-
-    def holds(self, now: float) -> bool:
-        """Whether what waits there is late and enough."""
-        return now >= self.late_at and self.waiting + self.given_up >= AT_ONCE
 
 
 class Promptness:
