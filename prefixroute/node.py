@@ -249,7 +249,7 @@ class Node:
 
     def next_timer(self) -> float:
         """Return the clock reading at which `handle_timer` wants to be called; one that is past asks for it at once."""
-        due_at = min(self._tempo.next_at, self._flights.due_at)
+        due_at = min(self._tempo.next_at, self._flights.judge_at)
         return self._clock.reading_of(min(self._table.now, due_at) if self._behind() else due_at)
 
     def handle_timer(self, now: float) -> None:

@@ -24,7 +24,7 @@ from ..load import LoadReport, PushBackState
 from .decision import Veto
 from .ledger import Send
 from .standing import DEFAULT_REPORT, DEFAULT_RTT_S, LocalStanding, PeerStanding, Standing
-from .trust import Suspension
+from .trust import Promptness, Suspension
 from .zones import Gate
 
 LOOKED_DOWN = 64
@@ -40,6 +40,7 @@ AWAY_S = 600.0
 """Seconds after its last word for which it is known of a forgotten endpoint that forwards there failed."""
 
 _RANK = attrgetter("rank")
+_OPEN, _OVERLOADED, _REFUSING = PushBackState
 
 
 class Fleet:
@@ -59,6 +60,8 @@ class Fleet:
         self._owners: Counter[str] = Counter()
         """Endpoints by owner: of this node's, and of its peers' own word or of others' about them."""
         self._untried: dict[str, Suspension] = {}
+        self.promptness = Promptness()
+        """Of all endpoints, this node's own too: what callers do shows there."""
         self._away: dict[str, PeerStanding] = {}
         """Endpoints that were forgotten while something was booked there, or forwards there failed."""
         self._typical_s = self._cold_s = 0.0
@@ -69,11 +72,12 @@ class Fleet:
         standing.ledger.book(ticket, work_s, now, until)
         if not hit:
             self._cold_s = self._cold_s + 0.1 * (work_s - self._cold_s) if self._cold_s else work_s
-        if isinstance(standing, PeerStanding):
+        if not standing.local and isinstance(standing, PeerStanding):
             if hit:
                 self._typical_s = self._typical_s + 0.1 * (work_s - self._typical_s) if self._typical_s else work_s
             # Every other origin is taken to forward as often as this one, and as much as a hit takes.
-            mirrored = max(0, len(self._owners) - 2) * min(work_s, self._typical_s)
+            others, typical_s = len(self._owners) - 2, self._typical_s
+            mirrored = others * (work_s if work_s < typical_s else typical_s) if others > 0 else 0.0
             standing.queue.sent(ticket, tuple.__new__(Send, (now + standing.rtt_s / 2, work_s + mirrored)))
         elif isinstance(standing, LocalStanding):
             standing.arrivals.arrived(now)
@@ -81,7 +85,7 @@ class Fleet:
 
     def release(self, standing: Standing, ticket: int, now: float) -> bool:
         """Take a booking back; return whether there was one."""
-        if isinstance(standing, PeerStanding):
+        if not standing.local and isinstance(standing, PeerStanding):
             standing.queue.unsent(ticket)
         return standing.ledger.release(ticket, now)
 
@@ -90,6 +94,7 @@ class Fleet:
         owner = owner_of(standing.name)
         if isinstance(standing, PeerStanding):
             standing.default_rtt_s = self._typical_rtt_s()
+            standing.slack_s = self.promptness.patience_s
             gone = self._away.pop(standing.name, None)
             if gone is not None:
                 standing.take_up(gone)
@@ -109,6 +114,7 @@ class Fleet:
         standing = self.standings.pop(endpoint)
         if isinstance(standing, PeerStanding) and (standing.ledger.open or standing.suspension.failures):
             self._away[endpoint] = standing
+        standing.away = True
         del self.by_bit[standing.bit]
         owner = owner_of(endpoint)
         if owner in self._owners:
@@ -129,25 +135,26 @@ class Fleet:
 
     def known(self, endpoint: str) -> Standing | None:
         """Return an endpoint's standing, also of one that was forgotten while it had something to do."""
-        return self.standings.get(endpoint) or self._away.get(endpoint)
+        standing = self.standings.get(endpoint)
+        return standing if standing is not None else self._away.get(endpoint)
 
     def refresh(self, standing: Standing, now: float) -> None:
         """Bring an endpoint's standing, masks and rank up to date. O(log n) and a memmove."""
         standing.refresh(now)
         bit, state = standing.bit, standing.state
-        if self.by_bit.get(bit) is not standing:
-            return  # it is away
-        held = isinstance(standing, PeerStanding) and standing.silence.holds(now)
-        out = held or state is PushBackState.REFUSING or standing.suspension.blocks(now) or standing.copy.suspected
+        if standing.away:
+            return
+        held = now >= standing.silence.late_at and isinstance(standing, PeerStanding) and standing.holds(now)
+        out = held or state is _REFUSING or standing.suspension.blocks(now) or standing.copy.suspected
         if self.gate is not None and not standing.local:
             needs = standing.needs_s = self.gate.needs_s(standing.zone)
             self.guarded = self.guarded | bit if 0 < needs < inf else self.guarded & ~bit
             self.barred = self.barred | bit if needs == inf and not out else self.barred & ~bit
             out = out or needs == inf
         self.usable = self.usable & ~bit if out else self.usable | bit
-        passes = held or state is not PushBackState.OPEN or standing.suspension.failures > 0
+        passes = held or state is not _OPEN or standing.suspension.failures > 0
         self.passing = self.passing | bit if passes else self.passing & ~bit
-        overloaded = state is PushBackState.OVERLOADED
+        overloaded = state is _OVERLOADED
         self.overloaded = self.overloaded | bit if overloaded else self.overloaded & ~bit
         self.rank(standing, now)
 
@@ -192,9 +199,9 @@ class Fleet:
             return "unheard: no word of its owner lately"
         if suspension.on_trial:
             return f"suspended: failed {suspension.failures} times, last: {suspension.reason}"
-        if state is PushBackState.OPEN:
+        if state is _OPEN:
             return "could be chosen again" if standing.bit & self.usable else "late: forwards wait for a first token"
-        reason = standing.refusal if state is PushBackState.REFUSING else ""
+        reason = standing.refusal if state is _REFUSING else ""
         reason = reason or standing.copy.advert.report.reason
         return f"{state.name.lower()}: {reason}" if reason else state.name.lower()
 
@@ -223,9 +230,12 @@ class Fleet:
             standing.default = default
             if isinstance(standing, PeerStanding):
                 standing.default_rtt_s = rtt_s
+                if not standing.promptness.known:
+                    standing.slack_s = self.promptness.patience_s
             self.refresh(standing, now)
         for name, gone in list(self._away.items()):
             gone.ledger.wait_s(now)  # drops what has expired
+            gone.overdue = min(gone.overdue, len(gone.ledger))
             if not gone.ledger.open and (not gone.suspension.failures or now - gone.copy.heard_at > AWAY_S):
                 del self._away[name]
 
@@ -315,7 +325,7 @@ class Fleet:
         for bit, standing in self.by_bit.items():
             assert standing.local is bool(self.local & bit)
             assert bool(self.guarded & bit) is (0 < standing.needs_s < inf)
-            assert bool(self.passing & bit) or standing.state is PushBackState.OPEN
+            assert bool(self.passing & bit) or standing.state is _OPEN
             assert standing.needs_s < inf or not (self.usable & bit or standing.local)
 
 

@@ -71,7 +71,7 @@ class Router:
         best = order[0]
         candidates += reserve
         fallbacks, origin_s = _others((*order[1:], *reserve) if reserve else order[1:], withheld)
-        if len(fallbacks) < MAX_FALLBACKS and not forwarded and not self.fleet.local & offered:
+        if origin_s == inf and not best.local and len(fallbacks) < MAX_FALLBACKS:
             fallbacks += self._more(order, fallbacks, offered)
         zone, excluded = "", _NOBODY
         if gate is not None:

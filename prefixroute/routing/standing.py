@@ -27,7 +27,7 @@ from ..policy.interface import Candidate
 from ..replication.copies import Copy, Peer
 from .ledger import ArrivalRate, Ledger, Queue, RateEstimate
 from .reuse import Reuse
-from .trust import Accuracy, Lateness, Misses, Promptness, Silence, Suspension
+from .trust import AT_ONCE, Accuracy, Lateness, Misses, Promptness, Silence, Suspension
 
 BELIEF = 0.95
 """Share of a remote match that is counted: a digest lags its owner by a round or so."""
@@ -42,6 +42,38 @@ DEFAULT_RTT_S = 0.001
 class Standing(ABC):
     """What both kinds of endpoint have. Made as one of them, and kept ready for `weigh` by `refresh`."""
 
+    # More attributes than 30 would make each of them slow without slots (CPython 3.11): 4 us a decision.
+    __slots__ = (
+        "_eviction_age_s",
+        "_room_tokens",
+        "_waiting",
+        "accuracy",
+        "away",
+        "bit",
+        "confidence",
+        "copy",
+        "default",
+        "hit_unit",
+        "ledger",
+        "local",
+        "misses",
+        "name",
+        "needs_s",
+        "overdue",
+        "overhead_s",
+        "rank",
+        "rate",
+        "refusal",
+        "refused_until",
+        "report",
+        "rtt_s",
+        "silence",
+        "state",
+        "suspension",
+        "trust",
+        "zone",
+    )
+
     def __init__(self, copy: Copy, local: bool, bit: int) -> None:
         # Who it is.
         self.copy = copy
@@ -51,6 +83,10 @@ class Standing(ABC):
         """In masks, as the index gave it."""
         # What this node and its requests did there.
         self.ledger = Ledger()
+        self.silence = Silence()
+        """Of a peer's endpoint."""
+        self.away = False
+        """Whether it was forgotten."""
         self.suspension = Suspension()
         """Shared with others while it has served nothing."""
         self.refused_until, self.refusal = -inf, ""
@@ -181,6 +217,13 @@ class LocalStanding(Standing):
     The queue of the advert would not do: it counts this node's bookings as well.
     """
 
+    __slots__ = (
+        "_probed",
+        "_probed_s",
+        "arrivals",
+        "estimate",
+    )
+
     def __init__(self, copy: Copy, bit: int, now: float, probed: Callable[[], int]) -> None:
         super().__init__(copy, True, bit)
         self.estimate = RateEstimate()
@@ -209,23 +252,38 @@ class LocalStanding(Standing):
 class PeerStanding(Standing):
     """An endpoint of another node; `peer` is that node, None while it is no peer of this one."""
 
+    __slots__ = (
+        "default_rtt_s",
+        "doubted",
+        "lateness",
+        "peer",
+        "promptness",
+        "queue",
+        "reply",
+        "slack_s",
+    )
+
     def __init__(self, copy: Copy, peer: Peer | None, bit: int, now: float) -> None:
         super().__init__(copy, False, bit)
         self.peer = peer
         self.default_rtt_s = DEFAULT_RTT_S
         """What is taken for a round trip that was not measured yet, in seconds."""
+        self.slack_s = 0.0
+        """Seconds that its first words are given beyond what is expected: what they took; else what others took."""
         self.queue = Queue()
         self.reply: tuple[LoadReport, float] | None = None
         """The load report that came with a reply, and when: the freshest one until gossip brings a later word."""
         self.lateness = Lateness()
-        self.silence = Silence()
         self.promptness = Promptness()
+        self.doubted = False
+        """Whether it was late or failed lately: a forward there is looked at more closely."""
         self.refresh(now)
 
     def take_up(self, gone: PeerStanding) -> None:
         """Go on where an endpoint of this name stood when it was forgotten: what was sent there is under way still."""
         self.ledger, self.queue, self.suspension = gone.ledger, gone.queue, gone.suspension
-        self.silence, self.promptness, self.overdue = gone.silence, gone.promptness, gone.overdue
+        self.silence, self.promptness, self.slack_s = gone.silence, gone.promptness, gone.slack_s
+        self.overdue = gone.overdue
 
     def refresh(self, now: float) -> None:
         """Read the freshest report: rate, fixed time, queue, push-back, confidence, round trip. O(1)."""
@@ -240,8 +298,17 @@ class PeerStanding(Standing):
         # Discount the match by what the peer evicts within one way: of a cache that turns over in seconds, little is
         # left after a second's way.
         self.confidence *= BELIEF * exp(-self.rtt_s / 2 / max(self._eviction_age_s, 1e-9))
+        self.doubted = self.suspension.failures > 0 or self.lateness.late_s > 0.0
         if now >= self.refused_until and now - copy.heard_at > copy.advert.ttl_s:
             self.state = PushBackState.OPEN
+
+    def holds(self, now: float) -> bool:
+        """Whether so many forwards wait for a late first word that no more are to follow. O(1) unless it is late."""
+        silence = self.silence
+        if now < silence.late_at:
+            return False
+        waiting = sum([send.arrives_at >= silence.since for send in self.queue.sends.values()])
+        return waiting > 0 and waiting + silence.given_up >= AT_ONCE
 
     def wait_s(self, now: float) -> float:
         """Return the seconds before a prefill begins: what is left of the queue when a prompt sent now arrives."""

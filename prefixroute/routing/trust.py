@@ -157,54 +157,32 @@ class Suspension:
 
 
 class Silence:
-    """Forwards to an endpoint since its last word."""
+    """Whether forwards wait at an endpoint since its last word, or since it failed."""
 
-    __slots__ = ("_given_up", "_heard_at", "_reached", "_waiting", "late_at")
+    __slots__ = ("_heard_at", "_reached", "given_up", "late_at", "since")
 
     def __init__(self) -> None:
         self._heard_at = self._reached = -inf
-        """When the last word came, and when the latest of the forwards was sent of which one came."""
-        self._waiting: dict[int, float] = {}
-        """When each is late."""
-        self._given_up = 0
-        """Those that were given up when they were late already."""
+        """When the last word came, and when the latest forward was sent of which one came."""
+        self.since = -inf
+        self.given_up = 0
+        """Forwards sent since then for which nobody waits any more, and that were late by then."""
         self.late_at = inf
-        """When the first of those that wait is late. From then on nothing is believed to move there."""
-
-    def sent(self, ticket: int, late_at: float) -> None:
-        """Note a forward whose first word is late after that moment."""
-        self._waiting[ticket] = late_at
-        if late_at < self.late_at:
-            self.late_at = late_at
+        """When the first forward sent since then is late. From that moment on nothing is believed to move there."""
 
     def heard(self, sent_at: float, now: float) -> None:
         """Note the word of a forward that was sent then."""
         self._heard_at = now
         self._reached = max(self._reached, sent_at)
-        self.broken()
+        self.broken(now)
+
+    def broken(self, now: float) -> None:
+        """Note a word, or a failure: what is to come is judged anew."""
+        self.since, self.given_up, self.late_at = now, 0, inf
 
     def moves(self, sent_at: float, since: float) -> bool:
         """Whether a forward that was sent then is still in a queue: words came `since`, and none of a later one."""
         return self._heard_at > since and self._reached < sent_at
-
-    def broken(self) -> None:
-        """Note a word, or a failure: what is to come is judged anew."""
-        self._waiting.clear()
-        self._given_up, self.late_at = 0, inf
-
-    def given_up(self, ticket: int, now: float, most: int = AT_ONCE) -> bool:
-        """Note that nobody waits for a forward any more; return whether `most` were late and in vain since a word."""
-        late_at = self._waiting.pop(ticket, None)
-        if late_at is None:
-            return False
-        if now >= late_at:
-            self._given_up += 1
-        self.late_at = min(self._waiting.values(), default=inf)
-        return self._given_up >= most
-
-    def holds(self, now: float) -> bool:
-        """Whether what waits there is late and enough."""
-        return now >= self.late_at and len(self._waiting) + self._given_up >= AT_ONCE
 
 
 class Promptness:
@@ -213,10 +191,12 @@ class Promptness:
     So a peer that is slower than it says gets the time it takes, and so does a caller that reports whole answers.
     """
 
-    __slots__ = ("_deviation_s", "_mean_s", "known")
+    __slots__ = ("_deviation_s", "_mean_s", "known", "patience_s")
 
     def __init__(self) -> None:
         self.known = False
+        self.patience_s = 0.0
+        """Seconds beyond what is expected within which nearly all words come."""
         self._mean_s = self._deviation_s = 0.0
 
     def note(self, excess_s: float, most_s: float) -> None:
@@ -228,15 +208,11 @@ class Promptness:
             excess_s = 0.0
         if not self.known:
             self.known, self._mean_s, self._deviation_s = True, excess_s, excess_s / 4
-            return
-        error = (excess_s if excess_s < most_s else most_s) - self._mean_s
-        self._mean_s += error / 8
-        self._deviation_s += ((error if error > 0 else -error) - self._deviation_s) / 4
-
-    @property
-    def patience_s(self) -> float:
-        """Seconds beyond what is expected within which nearly all words come."""
-        return self._mean_s + 4 * self._deviation_s
+        else:
+            error = (excess_s if excess_s < most_s else most_s) - self._mean_s
+            self._mean_s += error / 8
+            self._deviation_s += ((error if error > 0 else -error) - self._deviation_s) / 4
+        self.patience_s = self._mean_s + 4 * self._deviation_s
 
 
 class Misses:
@@ -300,6 +276,16 @@ class Lateness:
     def fades_s(self) -> float:
         """Seconds in which a surprise fades to a third."""
         return _FADES_S * min(2.0 ** max(0, min(self.in_row, 10) - 2), _FADES_MOST)
+
+
+def late_after_s(expected_s: float) -> float:
+    """Return the seconds after which a forward is late whose first token was expected after `expected_s`."""
+    return max(LATE * expected_s, expected_s + SLACK_S)
+
+
+def overdue_after_s(expected_s: float) -> float:
+    """Return the seconds after which it is overdue."""
+    return OVERDUE_S if expected_s < OVERDUE_S / OVERDUE else OVERDUE * expected_s
 
 
 class Accuracy(NamedTuple):
