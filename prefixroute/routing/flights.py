@@ -36,7 +36,7 @@ from .decision import FORWARDED, Decision, Outcome, OutcomeKind
 from .fleet import Offer
 from .router import Router
 from .standing import PeerStanding, Standing
-from .trust import AT_ONCE, MAX_DECLINES, OVERDUE_S, SILENT, Suspension, late_after_s, overdue_after_s
+from .trust import AT_ONCE, MAX_DECLINES, MISSED, OVERDUE_S, SILENT, Suspension, late_after_s, overdue_after_s
 
 _FAILURES = (OutcomeKind.FAILED, OutcomeKind.TIMED_OUT)
 _SERVED, _DECLINED, _REFUSED, _CANCELLED = (

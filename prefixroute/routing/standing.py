@@ -45,6 +45,8 @@ class Standing(ABC):
     # More attributes than 30 would make each of them slow without slots (CPython 3.11): 4 us a decision.
     __slots__ = (
         "_eviction_age_s",
+        "_incarnation",
+        "_refusing",
         "_room_tokens",
         "_waiting",
         "accuracy",
@@ -53,6 +55,9 @@ class Standing(ABC):
         "confidence",
         "copy",
         "default",
+        "drop",
+        "exact",
+        "floor",
         "hit_unit",
         "ledger",
         "local",
@@ -65,7 +70,9 @@ class Standing(ABC):
         "rate",
         "refusal",
         "refused_until",
+        "refuted",
         "report",
+        "reuse",
         "rtt_s",
         "silence",
         "state",
