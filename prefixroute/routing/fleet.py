@@ -188,7 +188,7 @@ class Fleet:
             elif not bit & eligible:
                 why = "the request was forwarded here: one hop" if hop else self._doubt(standing)
                 found.append(Veto(standing.name, why))
-        return tuple(found)
+        return tuple(sorted(found))
 
     def _doubt(self, standing: Standing) -> str:
         """Why an endpoint is not chosen, in words."""

@@ -72,7 +72,7 @@ class Router:
         candidates += reserve
         fallbacks, origin_s = _others((*order[1:], *reserve) if reserve else order[1:], withheld)
         if origin_s == inf and not best.local and len(fallbacks) < MAX_FALLBACKS:
-            fallbacks += self._more(order, fallbacks, offered)
+            fallbacks += self._more(order, fallbacks, offered, without)
         zone, excluded = "", _NOBODY
         if gate is not None:
             candidates += withheld
@@ -201,12 +201,15 @@ class Router:
         withheld.sort(key=lambda c: c.cost_s)
         return kept, tuple(withheld)
 
-    def _more(self, weighed: Sequence[Candidate], fallbacks: tuple[str, ...], offered: int) -> tuple[str, ...]:
+    def _more(
+        self, weighed: Sequence[Candidate], fallbacks: tuple[str, ...], offered: int, without: str
+    ) -> tuple[str, ...]:
         """Return fallbacks for a gateway, which has none of its own: who was not weighed, busy ones too."""
         fleet = self.fleet
         others = fleet.usable & offered & ~fleet.guarded
-        for c in weighed:
-            others &= ~fleet.standings[c.endpoint].bit
+        for name in (without, *[c.endpoint for c in weighed]):
+            if name in fleet.standings:
+                others &= ~fleet.standings[name].bit
         return tuple([standing.name for standing in fleet.cheapest(others, MAX_FALLBACKS - len(fallbacks))])
 
     def _excluded(

@@ -17,7 +17,7 @@ from prefixroute.endpoint.local import PushBack
 from prefixroute.load import Advert
 from prefixroute.replication.wire import LoadWire, load_from_wire, load_to_wire
 from prefixroute.routing.ledger import ARRIVALS_S, ArrivalRate, Ledger, RateEstimate
-from prefixroute.routing.trust import Suspension
+from prefixroute.routing.trust import SILENT, Suspension
 
 exact = settings(derandomize=True, deadline=None, max_examples=150)
 
@@ -420,14 +420,24 @@ def test_what_was_under_way_when_a_node_died_counts_once() -> None:
 
 def test_the_pause_grows_to_its_bound() -> None:
     suspension, now, pauses = Suspension(), 0.0, []
-    for _ in range(9):
+    for ticket in range(9):
         suspension.failed(sent_at=now, now=now + 0.5)
+        suspension.ended(ticket - 1)
         began = now = now + 0.5
         while suspension.blocks(now):
             now += 0.5
         pauses.append(now - began)
-        suspension.sent(now)
+        suspension.sent(ticket)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+
+
+def test_a_silence_counts_twice() -> None:
+    suspension, now, pauses = Suspension(), 0.0, []
+    for _ in range(5):
+        assert suspension.failed(sent_at=now, now=now + 0.5, weight=SILENT) >= 1
+        pauses.append(suspension.trial_at - now - 0.5)
+        now = suspension.trial_at
+    assert pauses == [2.0, 8.0, 32.0, 60.0, 60.0]
 
 
 def test_an_endpoint_that_fails_for_ever_is_still_tried() -> None:
@@ -438,31 +448,78 @@ def test_an_endpoint_that_fails_for_ever_is_still_tried() -> None:
     assert not suspension.blocks(now=300_000.0)
 
 
-def test_one_trial_at_a_time() -> None:
+def test_one_trial_at_a_time_until_it_ends() -> None:
     suspension = Suspension()
     suspension.failed(0.0, 0.0)
     assert not suspension.blocks(1.0)
-    suspension.sent(1.0)
+    suspension.sent(7)
     assert suspension.blocks(1.0)
-    assert suspension.blocks(1.9)
-    assert not suspension.blocks(2.0), "a trial whose outcome never comes is followed by another one"
+    assert suspension.blocks(1e6)
+    suspension.ended(8)
+    assert suspension.blocks(1e6)
+    suspension.ended(7)
+    assert not suspension.blocks(1.0)
 
 
-def test_a_trial_that_fails_lengthens_the_pause_and_one_that_succeeds_ends_it() -> None:
+def test_after_a_trial_that_succeeds_twice_as_many_go_there_with_each_answer() -> None:
     suspension = Suspension()
     suspension.failed(0.0, 0.0)
-    suspension.sent(1.0)
+    for answers in (0, 1, 2, 3):
+        for ticket in range(2**answers):
+            assert not suspension.blocks(1.0)
+            suspension.sent(ticket)
+        assert suspension.blocks(1.0)
+        for ticket in range(2**answers):
+            suspension.ended(ticket)
+        assert suspension.served() is (answers == 0), "the first one ends it"
+    assert not suspension.on_trial
+
+
+def test_a_trial_that_fails_lengthens_the_pause_and_answers_in_a_row_shorten_it_step_by_step() -> None:
+    suspension = Suspension()
+    suspension.failed(0.0, 0.0)
+    suspension.sent(1)
     assert suspension.failed(sent_at=1.0, now=1.5)
+    suspension.ended(1)
     assert suspension.blocks(3.4)
-    suspension.sent(3.5)
-    assert suspension.served()
     assert not suspension.blocks(3.5)
+    assert suspension.served()
+    assert suspension.failures == 2, "one answer is not enough"
+    assert [suspension.served() for _ in range(3)] == [False] * 3
+    assert suspension.failures == 1
+    for _ in range(4):
+        suspension.served()
+    assert suspension.failures == 0
     assert not suspension.served(), "nothing was suspended any more"
     assert suspension.failed(4.0, 4.5)
     assert not suspension.blocks(5.5), "the next suspension starts small again"
 
 
-def test_forwards_to_an_endpoint_in_good_standing_suspend_nothing() -> None:
+def test_one_that_fails_every_second_time_is_driven_out() -> None:
     suspension = Suspension()
-    suspension.sent(1.0)
-    assert not suspension.blocks(1.0)
+    for n in range(20):
+        suspension.failed(100.0 * n, 100.0 * n + 1)
+        suspension.served()
+    assert suspension.failed(5000.0, 5001.0)
+    assert suspension.trial_at == 5061.0
+
+
+def test_short_answers_make_up_little_for_a_long_prompt_that_failed() -> None:
+    suspension = Suspension()
+    suspension.failed(0.0, 0.0, tokens=10_000)
+    for _ in range(39):
+        suspension.served(tokens=1000)
+    assert suspension.failures == 1
+    suspension.served(tokens=1000)
+    suspension.served(tokens=1000)
+    assert suspension.failures == 0
+
+
+def test_a_failure_that_was_none_is_taken_back() -> None:
+    suspension = Suspension()
+    charged = suspension.failed(0.0, 3.0, weight=SILENT)
+    assert charged == 2
+    assert suspension.served(forgiven=charged)
+    assert suspension.failures == 0
+    assert not suspension.blocks(3.0)
+    assert not suspension.failed(2.9, 4.0), "what was sent before is no news"

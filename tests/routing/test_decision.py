@@ -32,7 +32,9 @@ DECISION = Decision(
 
 def test_each_field_of_a_decision_is_what_its_name_says() -> None:
     """By keyword, so that a swapped line of the constructor is seen."""
-    made = decided(7, BEST, "http://b", ("c/0", "a/0"), OWN.cost_s, "why", (BEST, BUSY, OWN), 2.5, "eu", (BUSY,))
+    made = decided(
+        7, BEST, "http://b", ("c/0", "a/0"), OWN.cost_s, "why", (BEST, BUSY, OWN), 2.5, "eu", (BUSY,), (5, 7)
+    )
     expected = Decision(
         id=7,
         target="b/0",
@@ -49,15 +51,16 @@ def test_each_field_of_a_decision_is_what_its_name_says() -> None:
         declined=False,
         zone="eu",
         excluded=(BUSY,),
+        masks=(5, 7),
     )
     for name, found, value in zip(Decision._fields, made, expected, strict=True):
         assert found == value, name
 
 
 def test_what_is_served_here_has_no_budget_and_saves_nothing_and_neither_does_a_gateway() -> None:
-    here = decided(1, OWN, "", (), OWN.cost_s, "", (OWN,), 2.5, "", ())
+    here = decided(1, OWN, "", (), OWN.cost_s, "", (OWN,), 2.5, "", (), (1, 1))
     assert (here.local, here.budget_s, here.expected_saving_s) == (True, math.inf, 0.0)
-    assert decided(1, BEST, "", (), math.inf, "", (BEST,), 2.5, "", ()).expected_saving_s == 0.0
+    assert decided(1, BEST, "", (), math.inf, "", (BEST,), 2.5, "", (), (1, 1)).expected_saving_s == 0.0
 
 
 def test_a_decision_finds_what_an_endpoint_was_weighed_at() -> None:

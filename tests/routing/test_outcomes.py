@@ -213,8 +213,12 @@ def test_outcomes_that_never_come_are_given_up_and_their_work_released() -> None
     assert after.in_flight == 0
     assert node.counters["outcomes_missing"] == 1
     assert [row.wait_s for row in after.endpoints] == [row.wait_s for row in before.endpoints]
-    assert node.report(decision, Outcome.failed(), net.now) is None
-    assert suspended(node) == [], "a report that late says nothing"
+    assert suspended(node) == ["n1"], "silence is a failure"
+    # Its caller may have waited for longer: the request still goes on.
+    assert node.report(decision, Outcome.timed_out(), net.now) == "n2/0"
+    assert node.stats(net.now).in_flight == 1
+    assert suspended(node) == [], "it is the same failure"
+    assert node.report(decision, Outcome.served(), net.now) is None
 
 
 def test_requests_in_flight_are_bounded() -> None:
@@ -279,11 +283,16 @@ def test_after_the_pause_one_trial_goes_out_and_its_success_ends_the_suspension(
 
 def test_a_trial_that_fails_doubles_the_pause() -> None:
     net, node, tokens = three_holders()
-    node.report(node.route(tokens, net.now), Outcome.failed(), net.now)
+
+    def fails_there() -> None:
+        decision = node.route(tokens, net.now)
+        assert decision.target == "n1/0"
+        node.report(decision, Outcome.failed(), net.now)
+        node.report(decision, Outcome.cancelled(), net.now)
+
+    fails_there()
     net.run(1.3)
-    trial = node.route(tokens, net.now)
-    assert trial.target == "n1/0"
-    node.report(trial, Outcome.failed(), net.now)
+    fails_there()
     net.run(1.7)
     assert node.route(tokens, net.now).target == "n2/0"
     net.run(0.6)
@@ -521,7 +530,7 @@ def test_whatever_happens_nothing_is_left_and_nothing_raises(seed: int) -> None:
         elif action < 0.65 and decided:
             node, decision = rng.choice(decided)
             following = node.report(decision, outcome_of(rng), net.now)
-            assert following is None or following in decision.fallbacks
+            assert following is None or following in node._table.fleet.standings
         elif action < 0.7 and decided:
             node, decision = rng.choice(decided)
             node.first_token(decision, net.now)
