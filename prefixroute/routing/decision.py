@@ -152,12 +152,30 @@ def decided(
     masks: tuple[int, int],
 ) -> Decision:
     """Make the decision for `best`; `origin_s` is the least cost of another candidate that is local, else infinite."""
-    local, cost_s, declined = best.local, best.cost_s, False
+    local, cost_s = best.local, best.cost_s
     saving_s = 0.0 if local or not cost_s < origin_s < inf else origin_s - cost_s
     # In the order of the fields, without the constructor of named tuples, which takes twice as long.
-    target = (ticket, best.endpoint, local, url, fallbacks, best.prompt_tokens, best.matched_tokens, cost_s, saving_s)
-    why = (reason, candidates, inf if local else budget_s, declined, zone, excluded, masks)
-    return tuple.__new__(Decision, target + why)
+    return tuple.__new__(
+        Decision,
+        (
+            ticket,
+            best.endpoint,
+            local,
+            url,
+            fallbacks,
+            best.prompt_tokens,
+            best.matched_tokens,
+            cost_s,
+            saving_s,
+            reason,
+            candidates,
+            inf if local else budget_s,
+            False,  # declined
+            zone,
+            excluded,
+            masks,
+        ),
+    )
 
 
 _AS_THEY_ARE = ("target", "local", "url", "reason", "prompt_tokens", "matched_tokens")

@@ -36,7 +36,7 @@ from .decision import FORWARDED, Decision, Outcome, OutcomeKind
 from .fleet import Offer
 from .router import Router
 from .standing import PeerStanding, Standing
-from .trust import AT_ONCE, MAX_DECLINES, MISSED, OVERDUE_S, SILENT, Suspension, late_after_s, overdue_after_s
+from .trust import AT_ONCE, LATE, LATE_S, MAX_DECLINES, MISSED, OVERDUE_S, SILENT, Suspension, overdue_after_s
 
 _FAILURES = (OutcomeKind.FAILED, OutcomeKind.TIMED_OUT)
 _SERVED, _DECLINED, _REFUSED, _CANCELLED = (
@@ -316,7 +316,7 @@ class Flights:
         elif isinstance(standing, PeerStanding):
             late_at = standing.silence.late_at
             if late_at == inf:
-                standing.silence.late_at = now + standing.slack_s + late_after_s(weighed.cost_s)
+                standing.silence.late_at = now + standing.slack_s + LATE * weighed.cost_s + LATE_S
             if standing.doubted or now > late_at:
                 self._doubt(flight, standing, now)
 
@@ -500,7 +500,7 @@ class Flights:
 
     def _is_late(self, flight: Flight, standing: PeerStanding, now: float) -> bool:
         """Whether a forward waits for its first word longer than it should."""
-        late_at = flight.sent_at + standing.slack_s + late_after_s(flight.weighed.cost_s)
+        late_at = flight.sent_at + standing.slack_s + LATE * flight.weighed.cost_s + LATE_S
         return now >= late_at and not flight.heard
 
     def _cancelled(self, flight: Flight, standing: PeerStanding, now: float) -> None:

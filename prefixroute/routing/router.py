@@ -129,6 +129,9 @@ class Router:
         """Return the mask of who may be chosen; `guarded` are those behind a saving."""
         fleet = self.fleet
         usable, ours = fleet.usable & offered, fleet.local & offered
+        if not guarded and not self._keeps_local:
+            free = usable & ~fleet.overloaded
+            return free | usable & ours if free else usable
         free = usable & ~fleet.overloaded
         # An endpoint that has to save something is compared with the others, busy or not: that they are busy is no
         # reason to leave them alone.
@@ -140,7 +143,7 @@ class Router:
     def _find(self, chain: TokenChain, within: int, depths: dict[Standing, int]) -> None:
         """Add who is worth a look among the endpoints `within`, and how many blocks of the prompt each holds."""
         fleet, index = self.fleet, self.index
-        ours = fleet.local & within
+        ours = fleet.local
         strata = index.search(chain, DEEPEST, within)
         unseen, most = within, 2
         for depth, mask in strata:

@@ -41,7 +41,7 @@ LATE = 2.0
 """A first token after so many times what was told is late."""
 
 LATE_S = 0.05
-"""But no token is late by less than this, in seconds."""
+"""But no token is late by less than this, in seconds; one that has not come is late after both together."""
 
 MAX_DECLINES = 1
 """Prompts in a row that an endpoint may hand back though it would have been in time by its own word."""
@@ -57,9 +57,6 @@ AT_ONCE = 4
 
 SILENT = 2
 """Failures that a silence counts for: it has cost the request its time, which a refused connection does not."""
-
-SLACK_S = 0.1
-"""First tokens that come later than expected by less than this, in seconds, put nobody off."""
 
 _MOST_FAILURES = 7
 """With them the pause is at its longest."""
@@ -278,13 +275,8 @@ class Lateness:
         return _FADES_S * min(2.0 ** max(0, min(self.in_row, 10) - 2), _FADES_MOST)
 
 
-def late_after_s(expected_s: float) -> float:
-    """Return the seconds after which a forward is late whose first token was expected after `expected_s`."""
-    return max(LATE * expected_s, expected_s + SLACK_S)
-
-
 def overdue_after_s(expected_s: float) -> float:
-    """Return the seconds after which it is overdue."""
+    """Return the seconds after which a first token is overdue that was expected after `expected_s`."""
     return OVERDUE_S if expected_s < OVERDUE_S / OVERDUE else OVERDUE * expected_s
 
 
