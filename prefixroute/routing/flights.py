@@ -93,7 +93,7 @@ class Flights:
         decision, best = self._router.decide(self._tickets, chain, forwarded, now)
         if chain.fault:
             raise UsageError(chain.fault)
-        chain.taken = True
+        chain.fault = ""
         if forwarded and best.cost_s > budget_s:
             self._journal.count("decisions", "declined")
             reason = f"declined: longer here than the budget of {1000 * budget_s:.0f} ms"
@@ -126,7 +126,7 @@ class Flights:
             return None
         self._journal.count("outcomes", _OUTCOMES[outcome.kind])
         standing = self._fleet.standings.get(flight.weighed.endpoint)
-        if standing is not None and standing.local and standing is not flight.booked:
+        if standing is not flight.booked and standing is not None and standing.local:
             # Its endpoint was removed and added again meanwhile: the outcome says nothing of the new life.
             self._journal.count("older_life", "outcomes")
             standing = None
