@@ -62,14 +62,14 @@ def checked_reading(now: float) -> float:
 class NodeClock:
     """Node time, from the caller's readings: what `read` returns never decreases. O(1)."""
 
-    __slots__ = ("_doubt", "_journal", "_offset", "_reading", "_told_at")
+    __slots__ = ("_journal", "_told_at", "doubt", "offset", "reading")
 
     def __init__(self, now: float, journal: Journal) -> None:
-        self._reading = checked_reading(now)
+        self.reading = checked_reading(now)
         """The last one that was taken."""
-        self._offset = 0.0
+        self.offset = 0.0
         """Node time less reading: grows when the clock is set back."""
-        self._doubt: tuple[float, float, bool] | None = None
+        self.doubt: tuple[float, float, bool] | None = None
         """Of readings since the last that was taken that may be of another clock, the first and the last, and whether
         they tell that it stays: those of the timer, and those that are far off."""
         self._told_at = float("-inf")
@@ -81,71 +81,71 @@ class NodeClock:
         Raises `UsageError` for one that cannot be of this node's clock.
         """
         try:
-            if 0.0 <= now - self._reading <= LONG_S:
-                self._reading = now
-                if self._doubt is not None:
-                    self._doubt = None
-                return now + self._offset
+            if 0.0 <= now - self.reading <= LONG_S:
+                self.reading = now
+                if self.doubt is not None:
+                    self.doubt = None
+                return now + self.offset
         except (TypeError, ValueError, ArithmeticError):
             pass
         return self._odd(checked_reading(now), timer)
 
     def reading_of(self, at: float) -> float:
         """Return the reading at which it is `at`; soon, while it is not known which clock is right: the timer tells."""
-        reading = at - self._offset
-        while reading + self._offset < at:  # Rounded down it would never be due.
+        reading = at - self.offset
+        while reading + self.offset < at:  # Rounded down it would never be due.
             reading = nextafter(reading, inf)
-        if self._doubt is None:
+        if self.doubt is None:
             return reading
-        first, _, telling = self._doubt
+        first, _, telling = self.doubt
         return min(reading, first + STAYS_S if telling else first)
 
     def _odd(self, now: float, timer: bool) -> float:
         """Judge a reading that is not just a little later than the last."""
-        step, unit = now - self._reading, self._unit(now)
+        step, unit = now - self.reading, self._unit(now)
         far = unit != "" or not -FAR_S <= step <= FAR_S
         if step >= 0 and not far:
             self._jumped(step, "a long pause")
-            self._reading, self._doubt = now, None
-            return now + self._offset
-        begins = self._doubt is None
-        first, last, telling = self._doubt or (now, now, False)
+            self.reading, self.doubt = now, None
+            return now + self.offset
+        begins = self.doubt is None
+        first, last, telling = self.doubt or (now, now, False)
         if not telling or not last <= now <= last + LONG_S:
             first = now
         if not far and not timer:
-            self._doubt = self._doubt if telling else (now, now, False)
+            self.doubt = self.doubt if telling else (now, now, False)
         elif now - first >= 0.99 * (FAR_STAYS_S if far else STAYS_S):
             # Exactly as long as the new readings measured: nothing is lost either.
-            self._offset += self._reading - first
-            self._reading, self._doubt = now, None
+            self.offset += self.reading - first
+            self.reading, self.doubt = now, None
             self._journal.count("clock_sets")
-            return now + self._offset
+            return now + self.offset
         else:
-            self._doubt = (first, now, True)
+            self.doubt = (first, now, True)
         if not far:
             self._journal.count("clock_behind")
             if begins and step < -TOLD_S:
                 self._jumped(step, "an older reading than the last: time stands still until the clock is there again")
-            return self._reading + self._offset
+            return self.reading + self.offset
         self._journal.count("clock_refused")
         if begins:
             self._jumped(step, "a reading of another clock, which was refused")
         why = f"looks like {unit}" if unit else f"is {abs(step):.3g} s {'after' if step > 0 else 'before'} the last one"
         raise UsageError(
-            f"now={now!r} {why}: this node's clock was at {self._reading!r}. Give every call of one node readings in "
+            f"now={now!r} {why}: this node's clock was at {self.reading!r}. Give every call of one node readings in "
             "seconds of one clock, time.monotonic() or driver.now(), and never time.time() as well"
         )
 
     def _unit(self, now: float) -> str:
         """The smaller unit that a reading seems to have; "" if none."""
-        last = self._reading
+        last = self.reading
         if now - last <= LONG_S or last <= 0:
             return ""
         return next((unit for unit, n in _UNITS.items() if abs(now / n - last) <= 0.01 * last), "")
 
     def _jumped(self, step: float, reason: str) -> None:
         self._journal.count("clock_jumps")
-        time = self._reading + self._offset
+        time = self.reading + self.offset
         if time - self._told_at >= QUIET_S:
             self._told_at = time
             self._journal.tell(ClockJumped(step, reason))

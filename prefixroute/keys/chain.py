@@ -137,8 +137,8 @@ class TokenChain:
     `depth` is the number of full blocks. Make it with `Node.chain`. `key(1)` packs only the first block, so a
     prompt that nobody holds costs about a microsecond; any other depth costs one hash of at most 32 blocks and the
     boundaries below it, each hashed once. A list is read when its tokens are first needed, so it must not change. Its
-    first and last block are looked at with the first key; what is wrong between them raises `UsageError` when it is
-    met, or, once a node has taken the prompt, becomes its `fault` and raises no more.
+    first block and its last token are looked at with the first key; what is wrong between them raises `UsageError` when
+    it is met, or, once a node has taken the prompt, becomes its `fault` and raises no more.
     """
 
     __slots__ = (
@@ -156,7 +156,6 @@ class TokenChain:
         "namespace",
         "root",
         "spec",
-        "taken",
     )
 
     def __init__(
@@ -172,24 +171,22 @@ class TokenChain:
         self.root = root
         self._memo = memo
         self.namespace = namespace
-        self.taken = False
-        """Whether a node follows this prompt: whoever needs its tokens now is not who passed them."""
-        self.fault = ""
-        """What is wrong with its tokens, if that came out when it was taken."""
+        self.fault: str | None = None
+        """Once a node has taken the prompt: what is wrong with its tokens, "" for nothing that has shown."""
         self._width = spec.block_tokens * TOKEN_BYTES
         self._mix = spec.mix
         self._packed: bytes | None = None
         if isinstance(tokens, list):
             self._tokens: Any = tokens
             self.n_tokens = len(tokens)
+            if self.n_tokens < spec.block_tokens:
+                # Nothing is ever hashed of it, so what is in it is looked at here.
+                self._packed = _pack_sequence(tokens)
         else:
             self._tokens = None
             self._packed = pack_tokens(tokens)
             self.n_tokens = len(self._packed) // TOKEN_BYTES
         self.depth = self.n_tokens // spec.block_tokens
-        if not self.depth and self._packed is None:
-            # Nothing is ever hashed of it, so what is in it is looked at here.
-            self._packed = _pack_sequence(tokens)
         self._bounds = [root]
         self._first = 0
         self.extras: dict[int, bytes] = {}
@@ -210,8 +207,8 @@ class TokenChain:
             try:
                 self._packed = _pack_sequence(self._tokens)
             except UsageError as error:
-                if not self.taken:
-                    raise
+                if self.fault is None:
+                    raise  # To who passed them; once it is taken, whoever needs them is somebody else.
                 self.fault, self._packed = str(error), b""
             self._tokens = None
         return self._packed
@@ -283,9 +280,10 @@ class TokenChain:
 
     def _first_key(self) -> int:
         if self._packed is None:
-            block = self.spec.block_tokens
-            # The last block too: that is where padding is, and a tail that is never hashed. 0.1 us.
-            data = _pack_sequence(self._tokens[:block] + self._tokens[-block:])[: self._width]
+            last = self._tokens[-1]
+            if type(last) is not int or not 0 <= last < _LIMIT:
+                _pack_sequence([last])  # That is where padding is.
+            data = _pack_sequence(self._tokens[: self.spec.block_tokens])
         else:
             data = self._packed[: self._width]
         return xxh3_64_intdigest(data + self.extras.get(0, b""), self.root ^ self._mix)

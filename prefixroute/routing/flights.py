@@ -145,7 +145,7 @@ class Flights:
         decision, best = self._router.decide(self._tickets, chain, forwarded, now, offered)
         if chain.fault:
             raise UsageError(chain.fault)
-        chain.taken = True
+        chain.fault = ""
         if forwarded and best.cost_s > budget_s:
             self._journal.count("decisions", "declined")
             reason = f"declined: longer here than the budget of {1000 * budget_s:.0f} ms"
@@ -198,7 +198,7 @@ class Flights:
             del self.open[ticket]
             return None
         standing = self._fleet.known(flight.weighed.endpoint)
-        if standing is not None and standing.local and standing is not flight.booked:
+        if standing is not flight.booked and standing is not None and standing.local:
             # Its endpoint was removed and added again meanwhile: the outcome says nothing of the new life.
             self._journal.count("older_life", "outcomes")
             standing = None
