@@ -463,7 +463,8 @@ class Flights:
         if not standing.local and isinstance(standing, PeerStanding):
             load = outcome.load
             if load is not None:
-                standing.reply = (load, now - standing.rtt_s / 2)
+                # No older than gossip that came before it: of that the way is not subtracted.
+                standing.reply = (load, max(now - standing.rtt_s / 2, standing.copy.load_at))
             if kind is _SERVED:
                 standing.lateness.declines = 0
             elif kind is _DECLINED:

@@ -56,7 +56,7 @@ def test_a_black_hole_is_tried_seldom_and_nobody_stays_unanswered(
 
 
 @GATEWAY
-@PATIENCE
+@pytest.mark.parametrize("patience_s", [1.0, 300.0])
 def test_one_that_dies_while_it_serves_is_found_out_as_soon(gateway: bool, patience_s: float) -> None:
     clients = asked(gateway, dead("n1/0", since=55.0), patience_s, (10.0, 170.0, 60, 20))
     served = [at for at in clients.sent_to("n1") if at < 55.0]
