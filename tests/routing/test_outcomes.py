@@ -356,7 +356,8 @@ def test_a_replys_load_counts_at_once_and_is_not_passed_off_as_the_owners_word()
     decision = node.route(tokens, net.now)
     node.report(decision, Outcome.served(load=queue(3.0)), net.now)
     assert node.route(tokens, net.now).target == "n2/0"
-    assert next(row.wait_s for row in node.stats(net.now).endpoints if row.endpoint == "n1/0") == pytest.approx(3.0, abs=1e-4)
+    row = next(row for row in node.stats(net.now).endpoints if row.endpoint == "n1/0")
+    assert row.wait_s == pytest.approx(3.0, abs=1e-4)
     assert node._members.copies["n1/0"].advert.report.queued_tokens == 0
     net.run(0.5)
     assert next(row.wait_s for row in node.stats(net.now).endpoints if row.endpoint == "n1/0") == 0.0
