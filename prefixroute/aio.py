@@ -271,12 +271,14 @@ class Driver:
 
     async def leave(self) -> None:
         """Take the node's endpoints out, tell every peer so, and close."""
-        if self._tasks:
-            self.node.leave(self.now())
-            self._flush()
-            if self._sends:
-                await asyncio.wait(self._sends, timeout=SEND_S)
-        await self.close()
+        try:
+            if self._tasks:
+                self.node.leave(self.now())
+                self._flush()
+                if self._sends:
+                    await asyncio.wait(self._sends, timeout=SEND_S)
+        finally:
+            await self.close()
 
     async def close(self) -> None:
         """Stop the driver and close its transport; what was not sent is dropped. Safe to repeat."""

@@ -37,7 +37,7 @@ from .endpoint.local import OwnSettings
 from .endpoint.table import EndpointHandle, EndpointTable
 from .errors import UsageError, expect
 from .events import DEFAULT_NAMESPACE, ContentSpan, EngineBatch, Journal, Namespace, NodeEvent
-from .keys.chain import STRIDE, ChainSpec, TokenChain
+from .keys.chain import STRIDE, TOKEN_LIMIT, ChainSpec, TokenChain, pack_tokens
 from .keys.chain_memo import ChainMemo
 from .keys.domain import Domain, checked_secrets
 from .keys.names import checked_name, checked_tenant, owner_of
@@ -334,6 +334,8 @@ class Node:
             root = self._root
         else:
             root = self.domain.root_key(expect(namespace, Namespace, "namespace"))
+        if type(tokens) is list and tokens and not (type(tokens[-1]) is int and 0 <= tokens[-1] < TOKEN_LIMIT):
+            pack_tokens(tokens[-1:])  # Padding is at the end; a list is read no further than it is compared.
         return TokenChain(self._spec, root, tokens, contents, namespace, self._memo)
 
     def route(

@@ -40,7 +40,7 @@ ANCHOR_STRIDES = (1, 2, 4, 8, 16, 32)
 
 WIRE_BITS = 48
 TOKEN_BYTES = 4
-_LIMIT = 2**32
+TOKEN_LIMIT = 2**32
 
 
 class ChainSpec(NamedTuple):
@@ -126,7 +126,7 @@ def _pack_buffer(view: np.ndarray[Any, Any], bare_bytes: bool) -> bytes:
     if view.dtype.kind not in "iu":
         raise UsageError(f"tokens must be integers, not {view.dtype}: pass the tokenizer's ids")
     wide = view.dtype.itemsize > TOKEN_BYTES or view.dtype.kind == "i"
-    if wide and view.size and (int(view.min()) < 0 or int(view.max()) >= _LIMIT):
+    if wide and view.size and (int(view.min()) < 0 or int(view.max()) >= TOKEN_LIMIT):
         raise UsageError("token ids must be in 0 .. 2**32 - 1")
     return view.astype("<u4", copy=False).tobytes()
 
@@ -137,8 +137,8 @@ class TokenChain:
     `depth` is the number of full blocks. Make it with `Node.chain`. `key(1)` packs only the first block, so a
     prompt that nobody holds costs about a microsecond; any other depth costs one hash of at most 32 blocks and the
     boundaries below it, each hashed once. A list is read when its tokens are first needed, so it must not change. Its
-    first block and its last token are looked at with the first key; what is wrong between them raises `UsageError` when
-    it is met, or, once a node has taken the prompt, becomes its `fault` and raises no more.
+    first block is looked at with the first key; what is wrong behind it raises `UsageError` when it is met, or, once a
+    node has taken the prompt, becomes its `fault` and raises no more.
     """
 
     __slots__ = (
@@ -280,9 +280,6 @@ class TokenChain:
 
     def _first_key(self) -> int:
         if self._packed is None:
-            last = self._tokens[-1]
-            if type(last) is not int or not 0 <= last < _LIMIT:
-                _pack_sequence([last])  # That is where padding is.
             data = _pack_sequence(self._tokens[: self.spec.block_tokens])
         else:
             data = self._packed[: self._width]
