@@ -249,13 +249,11 @@ def test_depth_counts_full_blocks(n: int, depth: int) -> None:
 # --- cost --------------------------------------------------------------------------------------------------
 
 
-def test_first_key_packs_the_first_and_the_last_block_only() -> None:
-    prompt = TokenChain(SPEC, ROOT, [1, 2, 3, 4, -1, 6, 7, 8, 9])
+def test_first_key_packs_the_first_block_only() -> None:
+    prompt = TokenChain(SPEC, ROOT, [1, 2, 3, 4, -1])
     assert prompt.key(1) == TokenChain(SPEC, ROOT, [1, 2, 3, 4]).key(1)
     with pytest.raises(UsageError):
         _ = prompt.packed
-    with pytest.raises(UsageError, match="token ids"):
-        TokenChain(SPEC, ROOT, [1, 2, 3, 4, 5, 6, 7, 8, -1]).key(1)
 
 
 def test_keys_cost_one_hash_of_at_most_a_stride_once_boundaries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
