@@ -48,9 +48,10 @@ from .replication.gossip import Gossip
 from .replication.members import MAX_HEARSAY
 from .replication.outbox import Datagram
 from .residency.mirror import Residency
+from .routing.answers import Flight
 from .routing.decision import FORWARDED, Decision, Explanation, Outcome
 from .routing.fleet import Fleet
-from .routing.flights import Flight, FlightBounds, Flights, Hooks
+from .routing.flights import FlightBounds, Flights, Hooks
 from .routing.router import Router
 from .routing.standing import Standing
 from .routing.zones import Gate
@@ -116,7 +117,7 @@ class Node:
         router = Router(policy or RentOrBuy(), self._table.index, fleet, domain.block_size, rng)
         bounds = FlightBounds(settings.outcome_timeout_s, settings.push_back.ttl_s, settings.max_in_flight)
         hooks = Hooks(self._served, self._table.begun, self._table.ended)
-        self._flights = Flights(router, bounds, hooks, journal)
+        self._flights = Flights(router, bounds, hooks, journal, now)
         if secrets:
             self.set_secrets(secrets)
 

@@ -15,28 +15,25 @@ Rules:
 2. What is left to try, in this order: the fallbacks that are usable, this node's own endpoints, everybody else. Nobody
    is tried twice for one request.
 3. Late, repeated and missing reports are harmless.
-4. Silence is judged here, at the moment of `judge_at` or with the next decision, whatever the caller's patience. A
-   first word after that takes it back.
+4. Whether peers answer at all is judged in `answers`, also without any report.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
 from ..errors import UsageError
-from ..events import Journal, PeerChanged
+from ..events import Journal
 from ..keys.chain import TokenChain
-from ..keys.names import owner_of
 from ..policy.interface import Candidate
+from .answers import Answers, Flight
 from .decision import FORWARDED, Decision, Outcome, OutcomeKind
 from .fleet import Offer
 from .router import Router
 from .standing import PeerStanding, Standing
-from .trust import AT_ONCE, LATE, LATE_S, MAX_DECLINES, MISSED, OVERDUE_S, SILENT, Suspension, overdue_after_s
+from .trust import LATE, LATE_S, MAX_DECLINES, MISSED
 
 _FAILURES = (OutcomeKind.FAILED, OutcomeKind.TIMED_OUT)
 _SERVED, _DECLINED, _REFUSED, _CANCELLED = (
@@ -47,9 +44,6 @@ _SERVED, _DECLINED, _REFUSED, _CANCELLED = (
 )
 """By names of their own: to look one up in its class takes 0.35 us."""
 _OUTCOMES = {kind: kind.value.replace(" ", "_") for kind in OutcomeKind}
-
-JUDGED_EVERY_S = 0.05
-"""Between two looks at all attempts there is so much time at least, in seconds."""
 
 KEPT_S = 600.0
 """Seconds for which an attempt that was given up may still fail and be passed on: more than callers wait."""
@@ -66,41 +60,6 @@ class FlightBounds(NamedTuple):
     most: int
 
 
-@dataclass(slots=True)
-class Flight:
-    """An attempt under way: what the endpoint that has the request was `weighed` at, and who is `left` to try.
-
-    `offer` are those that may be tried at all; None: everybody.
-    """
-
-    decision: Decision
-    chain: TokenChain
-    weighed: Candidate
-    left: tuple[str, ...]
-    sent_at: float
-    offer: Offer | None = None
-    tried: tuple[str, ...] = field(default=(), init=False)
-    """Who had it before."""
-    queued: bool = field(default=False, init=False)
-    """Whether it had to queue behind others of this node's."""
-    booked: Standing | None = field(default=None, init=False)
-    """Where: another life of an endpoint has another standing."""
-    handed_back: bool = field(default=False, init=False)
-    """Such a prompt stays where it goes next; an endpoint that declines it all the same is passed over."""
-    heard: bool = field(default=False, init=False)
-    """Whether its first word came."""
-    foreseen: bool = field(default=True, init=False)
-    """Whether its target was weighed when it was decided: else there is nothing to compare the answer with."""
-    moved_at: float = field(default=-inf, init=False)
-    """When the queue in which it waits was last seen to move."""
-    excess_s: float = field(default=0.0, init=False)
-    """Seconds of the wait that its target did not tell: earlier ones came late, or do not come."""
-    charged: int = field(default=-1, init=False)
-    """Failures of its target since it is overdue; below 0 before."""
-    suspension: Suspension | None = field(default=None, init=False)
-    """Where it is counted as a trial."""
-
-
 class Hooks(NamedTuple):
     """What the owner of the local endpoints is told."""
 
@@ -115,7 +74,7 @@ class Hooks(NamedTuple):
 class Flights:
     """The attempts under way of one node. Calls are O(1) but for a new decision, `expire` and a failure."""
 
-    def __init__(self, router: Router, bounds: FlightBounds, hooks: Hooks, journal: Journal) -> None:
+    def __init__(self, router: Router, bounds: FlightBounds, hooks: Hooks, journal: Journal, now: float) -> None:
         self.open: dict[int, Flight] = {}
         """By decision, the oldest first. To be read only."""
         self._router = router
@@ -125,20 +84,27 @@ class Flights:
         self._bounds = bounds
         self._hooks = hooks
         self._journal = journal
+        self._answers = Answers(self._fleet, self._predictions, journal, now)
         self._tickets = 0
         self._kept: dict[int, Flight] = {}
         """Attempts that were given up, the oldest first."""
         self._kept_tokens = 0
-        self.judge_at = -inf
-        """When `judge` is to be called; it may find nothing to do. To be read only."""
-        self._pauses: list[float] = []
-        """A heap: when suspended endpoints may be tried again."""
+
+    @property
+    def judge_at(self) -> float:
+        """When `judge` is to be called; it may find nothing to do."""
+        return self._answers.judge_at
+
+    def judge(self, now: float) -> None:
+        """Judge attempts of which no word comes, if it is time. O(attempts) then."""
+        if now >= self._answers.judge_at:
+            self._answers.judge(self.open.values(), now)
 
     def route(
         self, chain: TokenChain, forwarded: bool, now: float, budget_s: float = inf, offer: Offer | None = None
     ) -> Decision:
         """Decide who serves `chain`, and book the work there. Raises `NoEndpointError` when nobody is there."""
-        if now >= self.judge_at:
+        if now >= self._answers.judge_at:
             self.judge(now)
         self._tickets += 1
         offered = -1 if offer is None else self._fleet.mask(offer)
@@ -169,7 +135,7 @@ class Flights:
         standing = self._fleet.known(flight.weighed.endpoint) if flight is not None else None
         if flight is None or standing is None or flight.heard:
             return
-        self._heard(flight, standing, True, now)
+        self._answers.heard(flight, standing, True, now)
         self._release(flight, standing, now)
         if standing.local:
             self._fleet.rank(standing, now)
@@ -190,7 +156,7 @@ class Flights:
             del self._kept[ticket]
             self._kept_tokens -= flight.chain.n_tokens
             if kind is _SERVED or kind is _CANCELLED:
-                self._late(flight, kind, now)
+                self._late(flight, kind is _SERVED and served_by in (None, flight.weighed.endpoint), now)
                 return None
             self.open[ticket] = flight
         self._journal.count("outcomes", _OUTCOMES[kind])
@@ -203,7 +169,10 @@ class Flights:
             self._journal.count("older_life", "outcomes")
             standing = None
         if standing is not None:
-            self._landed(flight, standing, now)
+            if self._fleet.release(standing, ticket, now) and flight.charged >= 0:
+                standing.overdue -= 1
+            if standing.local:
+                self._hooks.ended(ticket, standing)
             self._judge(flight, standing, outcome, now)
             self._fleet.refresh(standing, now)
         if kind is not _SERVED:
@@ -230,73 +199,12 @@ class Flights:
             del self._kept[ticket]
             self._kept_tokens -= flight.chain.n_tokens
 
-    # --- silence -------------------------------------------------------------------------------------------
-
-    def judge(self, now: float) -> None:
-        """Suspend peers whose first words are overdue, and let those be tried whose pause is over. O(attempts)."""
-        if now < self.judge_at:
-            return
-        # Nothing that is sent from now on is overdue before.
-        next_at = now + OVERDUE_S
-        for flight in list(self.open.values()):
-            if not (flight.heard or flight.weighed.local or flight.charged >= 0):
-                next_at = min(next_at, self._overdue(flight, now))
-        if self._pauses and self._pauses[0] <= now:
-            while self._pauses and self._pauses[0] <= now:
-                heappop(self._pauses)
-            self._fleet.refresh_passing(now)
-        # Of thousands that are due one after the other, some are judged at a time.
-        self.judge_at = min(max(next_at, now + JUDGED_EVERY_S), self._pauses[0] if self._pauses else inf)
-
-    def _overdue(self, flight: Flight, now: float) -> float:
-        """Judge an attempt of which no word came, if it is time; return when it is to be looked at again."""
-        standing = self._fleet.known(flight.weighed.endpoint)
-        if not isinstance(standing, PeerStanding):
-            return inf
-        patience_s = standing.slack_s + overdue_after_s(flight.weighed.cost_s)
-        due_at = max(flight.sent_at, flight.moved_at) + patience_s
-        if now < due_at:
-            return due_at
-        if standing.silence.moves(flight.sent_at, max(flight.sent_at, now - patience_s)):
-            flight.moved_at = now
-            return now + patience_s
-        self._journal.count("overdue")
-        self._silent(flight, standing, f"no first token within {now - flight.sent_at:.1f} s", now)
-        self._fleet.refresh(standing, now)
-        return inf
-
-    def _silent(self, flight: Flight, standing: Standing, reason: str, now: float) -> None:
-        """Suspend a peer that gives no word, and expect nothing there of the prompt."""
-        self._trial_over(flight)
-        charged = self._suspend(flight, standing, reason, now)
-        if isinstance(standing, PeerStanding) and flight.charged < 0:
-            # The booking stays. But a trial is to go where it would go if all were well.
-            flight.charged = charged
-            standing.overdue += 1
-            standing.queue.unsent(flight.decision.id)
-        self._predictions.drop(flight.decision.id)
-
-    def _heard(self, flight: Flight, standing: Standing, answers: bool, now: float) -> None:
-        """Take an attempt's first word: the endpoint is there, and `answers` or turns the prompt away."""
-        flight.heard = True
-        self._trial_over(flight)
-        late_s = now - flight.sent_at - flight.weighed.cost_s
-        if isinstance(standing, PeerStanding):
-            standing.silence.heard(flight.sent_at, now)
-            if answers:
-                # Of a word that was overdue no more is counted than twice the patience there was.
-                standing.promptness.note(late_s, 2.0 * (standing.slack_s + overdue_after_s(flight.weighed.cost_s)))
-                standing.slack_s = standing.promptness.patience_s
-                self._resume(flight, standing)
-        if answers:
-            self._fleet.promptness.note(late_s, inf)
-
-    def _late(self, flight: Flight, kind: OutcomeKind, now: float) -> None:
-        """Take the end of an attempt that was given up: an answer shows that its target is there after all."""
+    def _late(self, flight: Flight, answered: bool, now: float) -> None:
+        """Take the end of an attempt that was given up: if it was answered, its target is there after all."""
         self._journal.count("outcomes", "late")
         standing = self._fleet.known(flight.weighed.endpoint)
-        if kind is _SERVED and standing is not None and not flight.heard:
-            self._heard(flight, standing, True, now)
+        if answered and standing is not None and not flight.heard:
+            self._answers.heard(flight, standing, True, now)
             self._fleet.refresh(standing, now)
 
     # --- where an attempt goes -----------------------------------------------------------------------------
@@ -318,18 +226,7 @@ class Flights:
             if late_at == inf:
                 standing.silence.late_at = now + standing.slack_s + LATE * weighed.cost_s + LATE_S
             if standing.doubted or now > late_at:
-                self._doubt(flight, standing, now)
-
-    def _doubt(self, flight: Flight, standing: PeerStanding, now: float) -> None:
-        """Note a forward to an endpoint that was late or failed before."""
-        late_at, suspension = standing.silence.late_at, standing.suspension
-        flight.excess_s = standing.lateness.excess_s(now) + max(0.0, now - late_at)
-        if suspension.on_trial:
-            flight.suspension = suspension
-            suspension.sent(flight.decision.id)
-            self._fleet.refresh_sharing(standing, now)
-        elif standing.holds(now):
-            self._fleet.refresh(standing, now)
+                self._answers.doubt(flight, standing, now)
 
     def _landed(self, flight: Flight, standing: Standing, now: float) -> None:
         """Take back what was booked for an attempt, which is over."""
@@ -342,12 +239,6 @@ class Flights:
         if self._fleet.release(standing, flight.decision.id, now) and flight.charged >= 0:
             standing.overdue -= 1
 
-    def _trial_over(self, flight: Flight) -> None:
-        """Take an attempt for over as a trial."""
-        if flight.suspension is not None:
-            flight.suspension.ended(flight.decision.id)
-            flight.suspension = None
-
     def _moved(self, flight: Flight, served_by: str, now: float) -> bool:
         """Book an attempt at the endpoint to which its caller gave it instead; return whether that is known.
 
@@ -356,7 +247,7 @@ class Flights:
         ticket, old, sent_at = flight.decision.id, self._fleet.known(flight.weighed.endpoint), flight.sent_at
         if old is not None:
             self._landed(flight, old, now)
-            self._trial_over(flight)
+            flight.end_trial()
             if isinstance(old, PeerStanding) and not old.queue.sends:
                 old.silence.late_at = inf
             self._fleet.refresh(old, now)
@@ -425,7 +316,8 @@ class Flights:
 
     def _go(self, flight: Flight, standing: Standing, weighed: Candidate, now: float) -> str:
         """Let an attempt begin at another endpoint."""
-        flight.weighed, flight.sent_at, flight.heard, flight.charged = weighed, now, False, -1
+        flight.weighed, flight.sent_at, flight.heard = weighed, now, False
+        flight.charged, flight.excess_s = -1, 0.0
         self._book(flight, standing, now)
         return standing.name
 
@@ -435,10 +327,10 @@ class Flights:
         standing = self._fleet.known(flight.weighed.endpoint)
         if standing is not None:
             if not flight.heard and now - flight.sent_at > self._bounds.timeout_s:
-                self._silent(flight, standing, f"no outcome within {self._bounds.timeout_s:.1f} s", now)
+                self._answers.silent(flight, standing, f"no outcome within {self._bounds.timeout_s:.1f} s", now)
             self._landed(flight, standing, now)
             self._fleet.refresh(standing, now)
-        self._trial_over(flight)
+        flight.end_trial()
         self._journal.count("outcomes", "missing")
         return flight
 
@@ -448,13 +340,13 @@ class Flights:
         """Learn from an outcome: is the target there, did it hold what was predicted and answer in time, is it busy."""
         kind, load = outcome.kind, None
         if kind in _FAILURES:
-            self._trial_over(flight)
-            self._suspend(flight, standing, outcome.reason or kind.value, now)
+            flight.end_trial()
+            self._answers.suspend(flight, standing, outcome.reason or kind.value, now)
         elif kind is _CANCELLED:
             if not standing.local and isinstance(standing, PeerStanding):
-                self._cancelled(flight, standing, now)
+                self._answers.cancelled(flight, standing, now)
         elif not flight.heard:
-            self._heard(flight, standing, kind is _SERVED, now)
+            self._answers.heard(flight, standing, kind is _SERVED, now)
         if kind is _SERVED or kind is _DECLINED:
             if flight.foreseen and outcome.read_cache:
                 self._compare_hit(flight, standing, outcome.cached_tokens, now)
@@ -470,52 +362,11 @@ class Flights:
             elif kind is _DECLINED:
                 # To hand back what it could serve is no answer.
                 if not standing.lateness.declines:
-                    self._resume(flight, standing)
+                    self._answers.resume(flight, standing)
                 self._judge_decline(flight, standing, outcome.cached_tokens, now)
         if kind is _REFUSED or (load is not None and load.refusing):
             standing.refused_until = now + self._bounds.refusal_s
             standing.refusal = outcome.reason or (load.reason if load is not None else "")
-
-    def _resume(self, flight: Flight, standing: Standing) -> None:
-        """Count an answer towards the end of a suspension: the target is there."""
-        forgiven = max(0, flight.charged)
-        if self._fleet.served(standing, flight.weighed.prompt_tokens, forgiven):
-            self._journal.tell(PeerChanged(owner_of(standing.name), "resumed", standing.name))
-
-    def _suspend(self, flight: Flight, standing: Standing, reason: str, now: float) -> int:
-        """Suspend a peer's endpoint, if the failure is news; return for how many it counts.
-
-        This node's own endpoints never are suspended.
-        """
-        if not isinstance(standing, PeerStanding):
-            return 0
-        standing.silence.broken(now)
-        weight = SILENT if self._is_late(flight, standing, now) else 1
-        charged = standing.suspension.failed(flight.sent_at, now, flight.weighed.prompt_tokens, weight, reason)
-        if charged:
-            heappush(self._pauses, standing.suspension.trial_at)
-            self.judge_at = min(self.judge_at, self._pauses[0])
-            self._fleet.refresh_sharing(standing, now)
-            self._journal.tell(PeerChanged(owner_of(standing.name), "suspended", reason))
-        return charged
-
-    def _is_late(self, flight: Flight, standing: PeerStanding, now: float) -> bool:
-        """Whether a forward waits for its first word longer than it should."""
-        late_at = flight.sent_at + standing.slack_s + LATE * flight.weighed.cost_s + LATE_S
-        return now >= late_at and not flight.heard
-
-    def _cancelled(self, flight: Flight, standing: PeerStanding, now: float) -> None:
-        """Nobody waits for an attempt any more. That says nothing, unless it is late and so were the ones before."""
-        silence, suspension, most = standing.silence, standing.suspension, AT_ONCE
-        if suspension.failures:
-            self._trial_over(flight)
-            most = 1 if suspension.on_trial else AT_ONCE
-        if not standing.queue.sends:
-            silence.late_at = inf
-        if flight.sent_at >= silence.since and self._is_late(flight, standing, now):
-            silence.given_up += 1
-            if silence.given_up >= most:
-                self._suspend(flight, standing, "no first token came before those who waited went away", now)
 
     def _judge_answer(self, flight: Flight, standing: Standing, outcome: Outcome, now: float) -> None:
         """Count what an answer tells of its cached tokens, and whether it was in time, but for the work it had."""
@@ -564,4 +415,4 @@ class Flights:
             lateness.surprised(budget_s, told_s, now)
             lateness.declines += 1
             if lateness.declines > MAX_DECLINES:
-                self._suspend(flight, standing, "it declines what it would serve in time by its own word", now)
+                self._answers.suspend(flight, standing, "it declines what it would serve in time by its own word", now)
