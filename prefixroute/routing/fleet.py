@@ -198,7 +198,7 @@ class Fleet:
         if standing.copy.suspected:
             return "unheard: no word of its owner lately"
         if suspension.on_trial:
-            return f"suspended: failed {suspension.failures} times, last: {suspension.reason}"
+            return f"suspended: {suspension.reason}"
         if state is _OPEN:
             return "could be chosen again" if standing.bit & self.usable else "late: forwards wait for a first token"
         reason = standing.refusal if state is _REFUSING else ""

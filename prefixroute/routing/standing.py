@@ -42,45 +42,6 @@ DEFAULT_RTT_S = 0.001
 class Standing(ABC):
     """What both kinds of endpoint have. Made as one of them, and kept ready for `weigh` by `refresh`."""
 
-    # More attributes than 30 would make each of them slow without slots (CPython 3.11): 4 us a decision.
-    __slots__ = (
-        "_eviction_age_s",
-        "_incarnation",
-        "_refusing",
-        "_room_tokens",
-        "_waiting",
-        "accuracy",
-        "away",
-        "bit",
-        "confidence",
-        "copy",
-        "default",
-        "drop",
-        "exact",
-        "floor",
-        "hit_unit",
-        "ledger",
-        "local",
-        "misses",
-        "name",
-        "needs_s",
-        "overdue",
-        "overhead_s",
-        "rank",
-        "rate",
-        "refusal",
-        "refused_until",
-        "refuted",
-        "report",
-        "reuse",
-        "rtt_s",
-        "silence",
-        "state",
-        "suspension",
-        "trust",
-        "zone",
-    )
-
     def __init__(self, copy: Copy, local: bool, bit: int) -> None:
         # Who it is.
         self.copy = copy
@@ -224,13 +185,6 @@ class LocalStanding(Standing):
     The queue of the advert would not do: it counts this node's bookings as well.
     """
 
-    __slots__ = (
-        "_probed",
-        "_probed_s",
-        "arrivals",
-        "estimate",
-    )
-
     def __init__(self, copy: Copy, bit: int, now: float, probed: Callable[[], int]) -> None:
         super().__init__(copy, True, bit)
         self.estimate = RateEstimate()
@@ -258,17 +212,6 @@ class LocalStanding(Standing):
 
 class PeerStanding(Standing):
     """An endpoint of another node; `peer` is that node, None while it is no peer of this one."""
-
-    __slots__ = (
-        "default_rtt_s",
-        "doubted",
-        "lateness",
-        "peer",
-        "promptness",
-        "queue",
-        "reply",
-        "slack_s",
-    )
 
     def __init__(self, copy: Copy, peer: Peer | None, bit: int, now: float) -> None:
         super().__init__(copy, False, bit)

@@ -62,7 +62,7 @@ _MOST_FAILURES = 7
 """With them the pause is at its longest."""
 
 _STEP = 4.0
-"""Answers in a row that make up for one failure. So who fails more often than once in ten, or hangs, is driven out."""
+"""Answers in a row that make up for one failure: who hangs more often than once in ten, by chance, is driven out."""
 
 _FREE = 4
 """Answers in a row after which an endpoint gets all again; before, it gets 1, 2, 4, 8 forwards at a time."""

@@ -322,7 +322,7 @@ def test_an_explanation_lists_who_was_vetoed_and_why() -> None:
     found = node.explain(node.route(tokens, net.now))
     why = dict(found.vetoed)
     assert why == {
-        "n1/0": "suspended: failed 1 times, last: connection refused",
+        "n1/0": "suspended: connection refused",
         "n2/0": "refusing: draining",
         "n3/0": "overloaded: queue of 5.0 s",
         "n4/0": "unheard: no word of its owner lately",
