@@ -278,3 +278,13 @@ class EndpointTable:
             else:
                 expected[endpoint] = set(copy.keys.keys.tolist())
         self.feed._check(expected)
+
+
+def check_endpoint(endpoint: str, url: str, credited: Sequence[str]) -> None:
+    """Raise `UsageError` for an endpoint's id, service address or tiers that cannot be used."""
+    if not isinstance(url, str) or len(url.encode(errors="replace")) > 256:
+        raise UsageError(f"an endpoint's url is a text of at most 256 bytes, not {url!r}")
+    if len(endpoint.encode(errors="replace")) > 80:
+        raise UsageError("an endpoint's id has at most 80 bytes")
+    if not isinstance(credited, (tuple, list)) or not all(isinstance(tier, str) for tier in credited):
+        raise UsageError(f"credited must be a list of tiers, as ('gpu', 'cpu'), not {credited!r}")

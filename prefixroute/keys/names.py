@@ -1,4 +1,4 @@
-"""Names of nodes, endpoints, zones and tenants: how they are made, and which are refused.
+"""Names of nodes, endpoints, zones and tenants, and addresses: how they are made, and which are refused.
 
 An endpoint is named "node/name", so neither part has a slash.
 
@@ -11,6 +11,7 @@ An endpoint is named "node/name", so neither part has a slash.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Final
 
 from ..errors import UsageError
@@ -52,3 +53,12 @@ def checked_tenant(name: str) -> str:
     if not isinstance(name, str) or len(name) > MAX_TENANT_CHARACTERS:
         raise UsageError(f"a tenant's name is a text of at most {MAX_TENANT_CHARACTERS} characters")
     return name
+
+
+def checked_address(address: Hashable) -> Hashable:
+    """Return a transport's address, which is opaque here. Raises `UsageError` for one that is not hashable."""
+    try:
+        hash(address)
+    except TypeError:
+        raise UsageError(f"an address must be hashable, as a tuple (host, port), not {address!r}") from None
+    return address

@@ -14,11 +14,14 @@ from __future__ import annotations
 import random
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
 from itertools import islice
 from math import inf
 from operator import attrgetter
 from typing import TypeAlias
 
+from ..errors import UsageError
 from ..keys.names import owner_of
 from ..load import LoadReport, PushBackState
 from .decision import Veto
@@ -332,3 +335,11 @@ class Fleet:
 def _is_known(standing: Standing) -> bool:
     """Whether its owner is this node or a peer: not one that others merely tell of."""
     return not isinstance(standing, PeerStanding) or standing.peer is not None
+
+
+def offered(among: Iterable[str]) -> Offer:
+    """Return what a caller offers as a set. Raises `UsageError` for what is no list of ids."""
+    if not isinstance(among, (str, bytes)):
+        with suppress(TypeError):
+            return frozenset(among)
+    raise UsageError(f"among is a list of endpoints by id, such as ['n1/0'], not {among!r}")

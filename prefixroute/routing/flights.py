@@ -169,10 +169,7 @@ class Flights:
             self._journal.count("older_life", "outcomes")
             standing = None
         if standing is not None:
-            if self._fleet.release(standing, ticket, now) and flight.charged >= 0:
-                standing.overdue -= 1
-            if standing.local:
-                self._hooks.ended(ticket, standing)
+            self._landed(flight, standing, now)
             self._judge(flight, standing, outcome, now)
             self._fleet.refresh(standing, now)
         if kind is not _SERVED:

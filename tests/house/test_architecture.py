@@ -25,7 +25,7 @@ def test_every_file_of_a_part_has_its_line(part: str) -> None:
 
 
 def test_every_file_at_the_top_has_its_line() -> None:
-    assert set(listed("The top")) == {*GROUND, "settings", "stats", "clock", "node"}
+    assert set(listed("The top")) == {*GROUND, "settings", "stats", "node_clock", "node"}
 
 
 def test_links_of_the_page_lead_somewhere() -> None:

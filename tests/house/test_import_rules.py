@@ -45,7 +45,7 @@ CROSSING: dict[tuple[str, str], set[str]] = {
 }
 """(importing part, imported part) -> all the names that it takes, to the letter. Of the keys, any."""
 
-FACADE = ("settings", "stats", "clock", "node")
+FACADE = ("settings", "stats", "node_clock", "node")
 """What puts the parts together: the rest of the core."""
 
 EDGES = {"aio", "metrics", "resolver", "testing", "threads"}

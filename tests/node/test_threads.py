@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from routing import DOMAIN, IDLE, new, prompt
 from test_aio import QUICK, Wire, until
-from test_clock import CALLS
+from test_node_clock import CALLS
 
 from prefixroute import BlocksRemoved, EngineBatch, Node, NodeSettings, Outcome, UsageError, metrics
 from prefixroute.aio import Driver

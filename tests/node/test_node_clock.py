@@ -11,8 +11,8 @@ import pytest
 from routing import DOMAIN, IDLE, mesh, new, pair, prompt
 
 from prefixroute import ClockJumped, EngineBatch, LoadReport, Node, Outcome, UsageError
-from prefixroute.clock import FAR_S, FAR_STAYS_S, LIMIT_S, STAYS_S, NodeClock
 from prefixroute.events import Journal
+from prefixroute.node_clock import FAR_S, FAR_STAYS_S, LIMIT_S, STAYS_S, NodeClock
 from prefixroute.testing import Mesh, stored
 
 BOOT, WALL = 86_000.0, 1.76e9
