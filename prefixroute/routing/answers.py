@@ -35,11 +35,12 @@ JUDGED_EVERY_S = 0.05
 """Between two looks at all attempts there is so much time at least, in seconds."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Flight:
     """An attempt under way: what the endpoint that has the request was `weighed` at, and who is `left` to try.
 
-    `offer` are those that may be tried at all; None: everybody.
+    `offer` are those that may be tried at all; None: everybody. Without slots, so that what has its first value costs
+    a decision nothing: ten fields of it took 0.3 us.
     """
 
     decision: Decision

@@ -148,14 +148,15 @@ class Fleet:
         if standing.away:
             return
         held = now >= standing.silence.late_at and isinstance(standing, PeerStanding) and standing.holds(now)
-        out = held or state is _REFUSING or standing.suspension.blocks(now) or standing.copy.suspected
+        failing = standing.suspension.failures > 0
+        out = held or state is _REFUSING or standing.copy.suspected or (failing and standing.suspension.blocks(now))
         if self.gate is not None and not standing.local:
             needs = standing.needs_s = self.gate.needs_s(standing.zone)
             self.guarded = self.guarded | bit if 0 < needs < inf else self.guarded & ~bit
             self.barred = self.barred | bit if needs == inf and not out else self.barred & ~bit
             out = out or needs == inf
         self.usable = self.usable & ~bit if out else self.usable | bit
-        passes = held or state is not _OPEN or standing.suspension.failures > 0
+        passes = held or state is not _OPEN or failing
         self.passing = self.passing | bit if passes else self.passing & ~bit
         overloaded = state is _OVERLOADED
         self.overloaded = self.overloaded | bit if overloaded else self.overloaded & ~bit

@@ -163,14 +163,19 @@ class Flights:
         if served_by is not None and served_by != flight.weighed.endpoint and not self._moved(flight, served_by, now):
             del self.open[ticket]
             return None
-        standing = self._fleet.known(flight.weighed.endpoint)
+        standing = flight.booked
+        if standing is None or standing.away:
+            standing = self._fleet.known(flight.weighed.endpoint)
         if standing is not flight.booked and standing is not None and standing.local:
             # Its endpoint was removed and added again meanwhile: the outcome says nothing of the new life.
             self._journal.count("older_life", "outcomes")
             standing = None
         if standing is not None:
             self._landed(flight, standing, now)
-            self._judge(flight, standing, outcome, now)
+            if kind is not _CANCELLED:
+                self._judge(flight, standing, outcome, now)
+            elif isinstance(standing, PeerStanding):
+                self._answers.cancelled(flight, standing, now)
             self._fleet.refresh(standing, now)
         if kind is not _SERVED:
             self._predictions.drop(ticket)
@@ -219,15 +224,16 @@ class Flights:
             # What is only expected here may not come: it is promised along with the rest.
             self._hooks.begun(ticket, flight.chain, standing, 0 if weighed.predicted else weighed.depth, now)
         elif isinstance(standing, PeerStanding):
-            late_at = standing.silence.late_at
-            if late_at == inf:
-                standing.silence.late_at = now + standing.slack_s + LATE * weighed.cost_s + LATE_S
-            if standing.doubted or now > late_at:
+            silence = standing.silence
+            if silence.late_at == inf:
+                silence.late_at = now + standing.slack_s + LATE * weighed.cost_s + LATE_S
+            if standing.doubted or now > silence.late_at:
                 self._answers.doubt(flight, standing, now)
 
     def _landed(self, flight: Flight, standing: Standing, now: float) -> None:
         """Take back what was booked for an attempt, which is over."""
-        self._release(flight, standing, now)
+        if self._fleet.release(standing, flight.decision.id, now) and flight.charged >= 0:
+            standing.overdue -= 1
         if standing.local:
             self._hooks.ended(flight.decision.id, standing)
 
@@ -339,9 +345,6 @@ class Flights:
         if kind in _FAILURES:
             flight.end_trial()
             self._answers.suspend(flight, standing, outcome.reason or kind.value, now)
-        elif kind is _CANCELLED:
-            if not standing.local and isinstance(standing, PeerStanding):
-                self._answers.cancelled(flight, standing, now)
         elif not flight.heard:
             self._answers.heard(flight, standing, kind is _SERVED, now)
         if kind is _SERVED or kind is _DECLINED:

@@ -174,7 +174,7 @@ class MergedIndex:
             lower, holders, upper = upper, below, 2 * upper
         strata: list[Stratum] = []
         if holders:
-            strata.append(Stratum(whole, holders))
+            strata.append(tuple.__new__(Stratum, (whole, holders)))
         while brackets and len(strata) < keep:
             lower, above, upper, below = brackets.pop()
             while upper - lower > 1:
@@ -188,7 +188,7 @@ class MergedIndex:
                     if mask != above:
                         brackets.append((lower, above, middle, mask))
                     lower, above = middle, mask
-            strata.append(Stratum(lower, above & ~below))
+            strata.append(tuple.__new__(Stratum, (lower, above & ~below)))
         return strata
 
     def depth(self, chain: TokenChain, bit: int) -> int:

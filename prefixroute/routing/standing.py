@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import exp, inf
 
-from ..load import DEFAULT_OVERHEAD_S, DEFAULT_PREFILL_TOKENS_PER_S, LoadReport, PushBackState
+from ..load import DEFAULT_OVERHEAD_S, DEFAULT_PREFILL_TOKENS_PER_S, Advert, LoadReport, PushBackState
 from ..policy.interface import Candidate
 from ..replication.copies import Copy, Peer
 from .ledger import ArrivalRate, Ledger, Queue, RateEstimate
@@ -93,9 +93,13 @@ class Standing(ABC):
         self.zone = ""
         self.report = self.default
         """The freshest one."""
+        self._advert: Advert | None = None
+        self._told = self.default
+        """The advert and the `default` that were read off last, with that report."""
         self._waiting = 0
         """Requests that wait there, by its report."""
         self._room_tokens = self._eviction_age_s = inf
+        self._arrivals_per_s = 0.0
 
     @abstractmethod
     def refresh(self, now: float) -> None:
@@ -107,30 +111,36 @@ class Standing(ABC):
 
     def arrivals_per_s(self, now: float) -> float:
         """Return the requests a second that come to the endpoint: what its owner tells."""
-        return self.copy.advert.arrivals_per_s
+        return self._arrivals_per_s
 
     def _read(self, report: LoadReport, now: float) -> None:
-        """Take what a report and the owner's advert say."""
-        copy, advert = self.copy, self.copy.advert
-        self.report = report
+        """Take what a report and the owner's advert say, and what was learnt of the endpoint."""
+        copy, advert, learnt, default = self.copy, self.copy.advert, self.reuse, self.default
+        if report is not self.report or advert is not self._advert or default is not self._told:
+            self._read_off(report, advert)
+        if copy.incarnation != self._incarnation:
+            self._incarnation, self.refuted = copy.incarnation, 0
+            learnt.forget()
+        self.hit_unit = learnt.unit if learnt.unit > advert.hit_unit else advert.hit_unit
+        self.drop, self.floor = learnt.drop, learnt.floor if learnt.floor > learnt.drop else learnt.drop
+        self.zone = copy.zone
+        if self.misses.in_row:
+            self.trust = self.misses.forgiven(self.trust, now)
+        self.confidence = advert.confidence * self.trust
+        self.state = PushBackState.REFUSING if now < self.refused_until else advert.state
+
+    def _read_off(self, report: LoadReport, advert: Advert) -> None:
+        """Take a report and an advert of which at least one is new."""
+        self.report, self._advert, self._told = report, advert, self.default
         self.rate = report.prefill_tokens_per_s or self.default.prefill_tokens_per_s
         self.overhead_s = report.overhead_s or self.default.overhead_s
         self._waiting = report.waiting
         self._room_tokens, self._eviction_age_s = advert.room_tokens, advert.eviction_age_s
-        if copy.incarnation != self._incarnation:
-            self._incarnation, self.refuted = copy.incarnation, 0
-            self.reuse.forget()
-        learnt = self.reuse
-        self.hit_unit = learnt.unit if learnt.unit > advert.hit_unit else advert.hit_unit
-        self.drop, self.floor = learnt.drop, learnt.floor if learnt.floor > learnt.drop else learnt.drop
-        self.zone = copy.zone
+        self._arrivals_per_s = advert.arrivals_per_s
         if self._refusing and not report.refusing:
             # It has said that it refuses no more: what it turned away before says nothing now.
             self.refused_until = -inf
         self._refusing = report.refusing
-        self.trust = self.misses.forgiven(self.trust, now)
-        self.confidence = advert.confidence * self.trust
-        self.state = PushBackState.REFUSING if now < self.refused_until else advert.state
 
     def compared(self, share: float, now: float) -> None:
         """Note that `share` of a predicted hit came true, 0 to 1."""
@@ -171,8 +181,8 @@ class Standing(ABC):
                 self._room_tokens,
                 self._eviction_age_s,
                 predicted,
-                # Read off here for a peer: a call for each candidate is felt in a decision.
-                self.arrivals_per_s(now) if self.local else self.copy.advert.arrivals_per_s,
+                # No call for a peer: it is felt in a decision.
+                self.arrivals_per_s(now) if self.local else self._arrivals_per_s,
                 self.zone,
                 None,  # withheld
             ),
@@ -247,7 +257,9 @@ class PeerStanding(Standing):
         self.rtt_s = self.default_rtt_s if measured is None else measured
         # Discount the match by what the peer evicts within one way: of a cache that turns over in seconds, little is
         # left after a second's way.
-        self.confidence *= BELIEF * exp(-self.rtt_s / 2 / max(self._eviction_age_s, 1e-9))
+        self.confidence *= BELIEF
+        if self._eviction_age_s < inf:
+            self.confidence *= exp(-self.rtt_s / 2 / max(self._eviction_age_s, 1e-9))
         self.doubted = self.suspension.failures > 0 or self.lateness.late_s > 0.0
         if now >= self.refused_until and now - copy.heard_at > copy.advert.ttl_s:
             self.state = PushBackState.OPEN
@@ -268,4 +280,4 @@ class PeerStanding(Standing):
         if now > late_at:
             # As long as it has been late it may be late still.
             wait += now - late_at
-        return wait + self.lateness.excess_s(now) if self.lateness.late_s > 0 else wait
+        return wait + self.lateness.excess_s(now) if self.doubted else wait

@@ -474,6 +474,7 @@ def test_first_tokens_that_come_late_count_against_what_a_peer_says_and_that_fad
     liar = standing()
     for i in range(20):
         liar.lateness.surprised(2.1, 0.1, float(i))
+    liar.refresh(19.0)
     assert liar.wait_s(19.0) == pytest.approx(2.0, rel=0.3)
     assert liar.wait_s(19.0 + liar.lateness.fades_s) < liar.wait_s(19.0) / 2.5
     for i in range(20):
