@@ -85,7 +85,9 @@ class Advert(NamedTuple):
     """What a node believes of one endpoint's load: its freshest report, push-back, hit unit, confidence and cache.
 
     `held_tokens` are in its cache; `eviction_age_s` is how long what it evicts was idle, infinite before the first;
-    `arrivals_per_s` are requests that come to it, lately.
+    `arrivals_per_s` are requests that come to it, lately. `home` and `demand` are its owner's (`policy.entry`): the
+    share of what enters there that is asked for there only, 0 to 1, and the share of the time that it would be busy
+    with what enters there alone.
     """
 
     report: LoadReport
@@ -96,6 +98,8 @@ class Advert(NamedTuple):
     held_tokens: int = 0
     eviction_age_s: float = inf
     arrivals_per_s: float = 0.0
+    home: float = 0.0
+    demand: float = 0.0
 
     @property
     def room_tokens(self) -> float:

@@ -39,6 +39,8 @@ class EndpointStats(NamedTuple):
     `queue` counts the requests that this node sent there and that have no first token; `prefill_tokens_per_s` is what
     a decision would count. The rest is by the endpoint's freshest report, 0 where it does not tell: requests `running`
     and `waiting`, `queued_tokens` to prefill, `kv_used`, the share of its KV cache in use (0 to 1), `capacity_tokens`.
+    `home` and `demand` are its owner's: the share of what enters there that is asked for there only, and the share of
+    the time that this alone would keep it busy (docs/routing.md, What stays where it entered).
     """
 
     endpoint: str
@@ -65,6 +67,8 @@ class EndpointStats(NamedTuple):
     kv_used: float = 0.0
     prefill_tokens_per_s: float = 0.0
     capacity_tokens: int = 0
+    home: float = 0.0
+    demand: float = 0.0
 
 
 class RoundTrip(NamedTuple):
@@ -162,6 +166,8 @@ def row_of(standing: Standing, local: LocalEndpoint | None, usable: bool, now: f
         report.kv_used,
         standing.rate,
         report.capacity_tokens,
+        standing.home,
+        standing.demand,
     )
 
 

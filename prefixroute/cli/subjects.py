@@ -82,6 +82,11 @@ SIMULATIONS = Subjects(
             "sim.serving.stress",
         ),
         Subject(
+            "situations",
+            "where requests enter: each node's own traffic, one hot prefix at a gateway or at one node",
+            "sim.serving.situations",
+        ),
+        Subject(
             "tenants",
             "a greedy tenant beside light ones, with and without the fairness guard",
             "sim.serving.greedy_tenant",

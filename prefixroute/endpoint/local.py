@@ -312,7 +312,8 @@ class LocalEndpoint:
         ttl_s = self._ttl_s if state is not PushBackState.OPEN else 0.0
         held = self.residency.canonical_blocks * self._block_tokens
         age_s, arrivals = self.residency.eviction_age_s, standing.arrivals_per_s(now)
-        self.copy.advert = Advert(report, state, ttl_s, unit, confidence, held, age_s, arrivals)
+        home, demand = standing.entry.told_home, standing.entry.demand(now)
+        self.copy.advert = Advert(report, state, ttl_s, unit, confidence, held, age_s, arrivals, home, demand)
         if changed:
             self._journal.tell(PushBackChanged(self.copy.endpoint, state.name.lower(), reason))
         return changed

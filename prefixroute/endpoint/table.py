@@ -60,7 +60,10 @@ class EndpointHandle(str):
 
 
 class EndpointTable:
-    """Every endpoint that a node knows. `news(now)` is called when peers should soon hear of a change here."""
+    """Every endpoint that a node knows. `news(now)` is called when peers should soon hear of a change here.
+
+    `news(now, True)` is for the first blocks that any engine of this node holds.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class EndpointTable:
         own: OwnSettings,
         copies: Mapping[str, Copy],
         peers: Mapping[str, Peer],
-        news: Callable[[float], None],
+        news: Callable[..., None],
         now: float,
         journal: Journal,
         node: str = "",
@@ -86,6 +89,8 @@ class EndpointTable:
         self._news = news
         self._own = own
         self._journal = journal
+        self._holds = False
+        """Whether any engine of this node held a block so far."""
 
     def begin(self, now: float) -> None:
         """Begin a call that may do a slice of what waits for the index."""
@@ -171,6 +176,8 @@ class EndpointTable:
         if local is None:
             return
         self._took(local, local.probed(report, now), news_at=now)
+        sizes = [one.report.capacity_tokens for one in self.locals.values()]
+        self.fleet.entry.capacity_tokens = sum(sizes) if all(sizes) else 0
         refused = local.push_back.state is PushBackState.REFUSING
         if local.advertise(now) and (refused or local.push_back.state is PushBackState.REFUSING):
             self._news(now)
@@ -245,7 +252,8 @@ class EndpointTable:
             return
         self._took(local, local.apply(portion, now))
         self.now = now
-        self._news(now)
+        first, self._holds = not self._holds, self._holds or local.residency.live_blocks > 0
+        self._news(now, first and self._holds)
         if local.residency.hit_unit and local.hit_unit != local.copy.advert.hit_unit:
             # The first event tells the engine's block; until then a match is rounded down to the canonical one.
             local.advertise(now)

@@ -19,13 +19,18 @@ from typing import NamedTuple, Protocol
 
 from ..keys.chain import TokenChain
 from ..load import DEFAULT_PREFILL_TOKENS_PER_S, PushBackState
+from .entry import Entry
 
 
 class Request(NamedTuple):
-    """What a policy may know of a prompt beside its candidates: its chain of keys, and the time in seconds."""
+    """What a policy may know of a prompt beside its candidates: its chain of keys, and the time in seconds.
+
+    `entry` is what enters at this node; None for a gateway, which keeps nothing.
+    """
 
     chain: TokenChain
     now: float
+    entry: Entry | None = None
 
 
 class Candidate(NamedTuple):
@@ -54,6 +59,8 @@ class Candidate(NamedTuple):
     | `eviction_age_s` | s | how long what it evicts was idle; infinite before the first eviction |
     | `predicted` | | whether part of the match is only expected: it was sent such a prompt a moment ago |
     | `arrivals_per_s` | 1/s | requests that come to it, from anywhere |
+    | `home` | 0 to 1 | share of what enters at its owner that is asked for there only |
+    | `demand` | 0 to 1 and more | share of the time that this alone would keep its owner busy |
     | `zone` | | its owner's label, "" while it is not known |
     | `withheld` | | why a rule for zones passed it over; None where none did |
     """
@@ -77,6 +84,8 @@ class Candidate(NamedTuple):
     eviction_age_s: float = inf
     predicted: bool = False
     arrivals_per_s: float = 0.0
+    home: float = 0.0
+    demand: float = 0.0
     zone: str = ""
     withheld: Withheld | None = None
 

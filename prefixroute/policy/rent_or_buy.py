@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from math import inf
 
 from .baselines import GreedyCost, LeastLoad, LongestMatch, NoRouting
+from .guard import guarded
 from .interface import Candidate, Choice, Request
 from .pricing import Rents, buys, by_price, origin_of, priced_s
 
@@ -45,12 +46,18 @@ class RentOrBuy:
         """Sort by priced cost, then let rent decide between the best peer and the origin. O(log depth)."""
         origin = origin_of(candidates)
         if origin is None:
-            mean = sum(c.queued for c in candidates) / len(candidates)
-            order = [c for *_, c in sorted((priced_s(c, mean), rng.random(), c) for c in candidates)]
+            # Where nobody waits yet a copy costs those who will come: a burst of one cold prompt stays together.
+            least = min(1.0, sum([c.queued for c in candidates]) / len(candidates))
+            order = [c for *_, c in sorted((priced_s(c, max(c.queued, least)), rng.random(), c) for c in candidates)]
             reason = "longer cached prefix" if order[0].depth else "shorter wait"
             return _choice(order, reason, _budget_s(order[0], order[1].cost_s if len(order) > 1 else inf))
         order = by_price(candidates, origin, rng.random)
-        best = order[0]
+        best, entry = order[0], request.entry
+        if entry is not None:
+            order = guarded(order, origin, entry, request.now)
+            if order[0].local and not best.local:
+                return _choice(order, "local: it would be stored where it is not asked for", inf)
+            best = order[0]
         if best.local:
             return _choice(order, "local is cheapest" if best.matched_tokens else "local: nobody is cheaper", inf)
         if best.matched_tokens <= origin.matched_tokens:

@@ -11,9 +11,11 @@ Rules:
    send the same.
 6. When nothing but heartbeats was news for a second, exchanges slow down step by step to one in `idle_interval_s`.
    Any news brings the full pace back at once.
-7. All peers are asked in turn, in a new random order each time around. Of the suspected peers only a quarter as many
+7. When a node first has anything to tell of its endpoints, the first exchange comes after `FIRST_S`, and each next one
+   after twice as long, up to the full pace: what a fleet holds when it begins is known soon, however slow its rounds.
+8. All peers are asked in turn, in a new random order each time around. Of the suspected peers only a quarter as many
    as of the others are asked, so that a fleet of dead addresses costs next to nothing.
-8. A vector that cannot name every endpoint goes on where the last one ended. Own endpoints alternate with others, and
+9. A vector that cannot name every endpoint goes on where the last one ended. Own endpoints alternate with others, and
    those are interleaved by owner, so that no owner can crowd the others out of a vector.
 """
 
@@ -39,6 +41,9 @@ MAX_PAUSES = 256
 
 QUIET_AFTER_S = 1.0
 
+FIRST_S = 0.05
+"""At rounds of 30 s a fleet that began cold lost 3 to 9 % of its first 2,500 requests to not knowing (rule's model)."""
+
 SLOWER = 1.25
 """Each quiet exchange takes this much longer to the next: gently, so that others learn the new rhythm on the way."""
 
@@ -46,7 +51,7 @@ SLOWER = 1.25
 class Tempo:
     """When the next exchange and the next heartbeat are due."""
 
-    __slots__ = ("_pauses", "_settings", "beat_at", "last_at", "news_at", "next_at", "spacing_s")
+    __slots__ = ("_first_s", "_pauses", "_settings", "beat_at", "last_at", "news_at", "next_at", "spacing_s")
 
     def __init__(self, settings: GossipSettings, now: float) -> None:
         self._settings = settings
@@ -58,6 +63,8 @@ class Tempo:
         """When the last exchange began."""
         self.news_at = now
         """When there was last anything new but heartbeats."""
+        self._first_s = settings.interval_s
+        """Spacing of the first exchanges; no matter once it is that of the full pace."""
         self._pauses: deque[tuple[float, float]] = deque(maxlen=MAX_PAUSES)
         """When each pause of this node began and ended."""
 
@@ -95,13 +102,19 @@ class Tempo:
             self.spacing_s = busy
         else:
             self.spacing_s = max(busy, min(self.spacing_s * SLOWER, settings.idle_interval_s))
+        if self._first_s < busy:
+            self._first_s *= 2
+            self.spacing_s = min(self.spacing_s, self._first_s)
         self.last_at = now
         self.next_at = max(self.next_at + self.spacing_s, now + 0.5 * self.spacing_s)
 
-    def stir(self, now: float) -> None:
-        """Note that there is news: the pace is the full one from now on."""
+    def stir(self, now: float, first: bool = False) -> None:
+        """Note that there is news: the pace is the full one from now on, and faster before for the `first` ever."""
         self.news_at = now
         self.hurry(now)
+        if first:
+            self._first_s = FIRST_S
+            self.next_at = min(self.next_at, now + FIRST_S)
 
     def hurry(self, now: float) -> None:
         """Begin the next exchange within a round, whatever the pace is."""

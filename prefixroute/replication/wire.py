@@ -91,6 +91,8 @@ class LoadWire(msgspec.Struct, frozen=True, array_like=True):
     held_tokens: U63 = 0
     eviction_age_ms: U32 = 0
     arrivals_per_ks: U32 = 0
+    home_percent: Percent = 0
+    demand_permille: U32 = 0
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True):
@@ -241,6 +243,8 @@ _TERMS = (
     _count("held_tokens", _MAX_63),
     _Term("eviction_age_s", _tell_age, _read_age),
     _scaled("arrivals_per_s", _MAX_32, 1000),
+    _scaled("home", 100, 100),
+    _scaled("demand", _MAX_32, 1000),
 )
 """All terms, in the order of `LoadWire`. A new one is a row here, and its field in `LoadWire` and in the advert.
 

@@ -17,7 +17,6 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
@@ -35,40 +34,49 @@ JUDGED_EVERY_S = 0.05
 """Between two looks at all attempts there is so much time at least, in seconds."""
 
 
-@dataclass
 class Flight:
     """An attempt under way: what the endpoint that has the request was `weighed` at, and who is `left` to try.
 
-    `offer` are those that may be tried at all; None: everybody. Without slots, so that what has its first value costs
-    a decision nothing: ten fields of it took 0.3 us.
+    `offer` are those that may be tried at all; None: everybody. What has its first value is not set for each: that took
+    a decision 0.3 us.
     """
 
-    decision: Decision
-    chain: TokenChain
-    weighed: Candidate
-    left: tuple[str, ...]
-    sent_at: float
-    offer: Offer | None = None
-    tried: tuple[str, ...] = field(default=(), init=False)
+    tried: tuple[str, ...] = ()
     """Who had it before."""
-    queued: bool = field(default=False, init=False)
+    queued: bool = False
     """Whether it had to queue behind others of this node's."""
-    booked: Standing | None = field(default=None, init=False)
+    booked: Standing | None = None
     """Where: another life of an endpoint has another standing."""
-    handed_back: bool = field(default=False, init=False)
+    handed_back: bool = False
     """Such a prompt stays where it goes next; an endpoint that declines it all the same is passed over."""
-    heard: bool = field(default=False, init=False)
+    heard: bool = False
     """Whether its first word came."""
-    foreseen: bool = field(default=True, init=False)
+    foreseen: bool = True
     """Whether its target was weighed when it was decided: else there is nothing to compare the answer with."""
-    moved_at: float = field(default=-inf, init=False)
+    moved_at: float = -inf
     """When the queue in which it waits was last seen to move."""
-    excess_s: float = field(default=0.0, init=False)
+    excess_s: float = 0.0
     """Seconds of the wait that its target did not tell: earlier ones came late, or do not come."""
-    charged: int = field(default=-1, init=False)
+    charged: int = -1
     """Failures of its target since it is overdue; below 0 before."""
-    suspension: Suspension | None = field(default=None, init=False)
+    suspension: Suspension | None = None
     """Where it is counted as a trial."""
+
+    def __init__(
+        self,
+        decision: Decision,
+        chain: TokenChain,
+        weighed: Candidate,
+        left: tuple[str, ...],
+        sent_at: float,
+        offer: Offer | None = None,
+    ) -> None:
+        self.decision = decision
+        self.chain = chain
+        self.weighed = weighed
+        self.left = left
+        self.sent_at = sent_at
+        self.offer = offer
 
     def end_trial(self) -> None:
         """Take it for over as a trial."""

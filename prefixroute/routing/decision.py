@@ -227,7 +227,8 @@ class Explanation(NamedTuple):
         for c in (*d.candidates, *d.excluded):
             mark = "*" if c.endpoint == d.target else " "
             name = c.endpoint + (" (local)" if c.local else "")
-            zone = f"  zone {c.zone}" if c.zone else ""
+            zone = f"  home {c.home:.2f}" if c.home else ""
+            zone += f"  zone {c.zone}" if c.zone else ""
             if c.withheld is not None:
                 zone = f"  {c.withheld.text(d.zone, c.zone)}"
             lines.append(
@@ -254,6 +255,8 @@ class Explanation(NamedTuple):
             "evicted_tokens": round(c.evicted_tokens),
             "delays_ms": _ms(c.delays_s),
             "zone": c.zone,
+            "home": round(c.home, 3),
+            "demand": round(c.demand, 3),
         }
         if c.withheld is not None:
             needs_s, saves_s = c.withheld

@@ -112,6 +112,8 @@ class Flights:
         if chain.fault:
             raise UsageError(chain.fault)
         chain.fault = ""
+        if forwarded:
+            self._fleet.entry.forwarded(chain)
         if forwarded and best.cost_s > budget_s:
             self._journal.count("decisions", "declined")
             reason = f"declined: longer here than the budget of {1000 * budget_s:.0f} ms"

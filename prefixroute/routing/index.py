@@ -145,6 +145,10 @@ class MergedIndex:
         self._strides = sorted(((stride, mask) for stride, mask in masks.items() if mask), reverse=True)
         self._coarse = self._coarse | bit if anchor_stride > 1 else self._coarse & ~bit
 
+    def first_holders(self, chain: TokenChain) -> int:
+        """Return the mask of the endpoints that are known to hold a prompt's first block. O(1)."""
+        return self._masks.get(chain.key(1) >> 16, 0) if chain.depth else 0
+
     def search(self, chain: TokenChain, keep: int = DEEPEST, within: int = -1) -> list[Stratum]:
         """Return the deepest `keep` strata of a prompt among the endpoints `within` (a mask; -1: all).
 

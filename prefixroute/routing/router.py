@@ -23,6 +23,7 @@ from math import inf
 
 from ..errors import NoEndpointError
 from ..keys.chain import TokenChain
+from ..policy.entry import Entry
 from ..policy.interface import Candidate, Policy, Request, Withheld
 from .decision import FORWARDED, Decision, decided
 from .fleet import Fleet
@@ -67,8 +68,17 @@ class Router:
         gate, withheld = (None if forwarded else self.fleet.gate), _NOBODY
         if gate is not None:
             candidates, withheld = self._sift(candidates, gate)
-        order, reason, budget_s = self._policy.choose(tuple.__new__(Request, (chain, now)), candidates, self._rng)
+        entry = None
+        if not forwarded and self.fleet.local:
+            entry = self.fleet.entry
+            if not without:
+                self._enters(chain, candidates, entry, now)
+        order, reason, budget_s = self._policy.choose(
+            tuple.__new__(Request, (chain, now, entry)), candidates, self._rng
+        )
         best = order[0]
+        if entry is not None and not best.local and not best.depth:
+            entry.strayed(chain, self.fleet.standings[best.endpoint].bit, now)
         candidates += reserve
         fallbacks, origin_s = _others((*order[1:], *reserve) if reserve else order[1:], withheld)
         if origin_s == inf and not best.local and len(fallbacks) < MAX_FALLBACKS:
@@ -90,6 +100,14 @@ class Router:
         """Weigh one endpoint."""
         depth = self.index.depth(chain, standing.bit)
         return standing.weigh(depth, chain.n_tokens, self.block_tokens, now)
+
+    def _enters(self, chain: TokenChain, candidates: Sequence[Candidate], entry: Entry, now: float) -> None:
+        """Note what a prompt tells of what enters here."""
+        work_s = min([c.overhead_s + c.prefill_s for c in candidates if c.local], default=inf)
+        if work_s < inf:
+            fleet = self.fleet
+            holders = self.index.first_holders(chain) & ~fleet.local
+            entry.arrived(chain, holders, fleet.heard, work_s / fleet.local.bit_count(), now)
 
     def _weigh(
         self, chain: TokenChain, forwarded: bool, now: float, offered: int

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from math import exp, inf
 
 from ..load import DEFAULT_OVERHEAD_S, DEFAULT_PREFILL_TOKENS_PER_S, Advert, LoadReport, PushBackState
+from ..policy.entry import Entry
 from ..policy.interface import Candidate
 from ..replication.copies import Copy, Peer
 from .ledger import ArrivalRate, Ledger, Queue, RateEstimate
@@ -100,6 +101,8 @@ class Standing(ABC):
         """Requests that wait there, by its report."""
         self._room_tokens = self._eviction_age_s = inf
         self._arrivals_per_s = 0.0
+        self.home = self.demand = 0.0
+        """What its owner tells of what enters there (`policy.entry`)."""
 
     @abstractmethod
     def refresh(self, now: float) -> None:
@@ -137,6 +140,8 @@ class Standing(ABC):
         self._waiting = report.waiting
         self._room_tokens, self._eviction_age_s = advert.room_tokens, advert.eviction_age_s
         self._arrivals_per_s = advert.arrivals_per_s
+        if not self.local:
+            self.home, self.demand = advert.home, advert.demand
         if self._refusing and not report.refusing:
             # It has said that it refuses no more: what it turned away before says nothing now.
             self.refused_until = -inf
@@ -183,6 +188,8 @@ class Standing(ABC):
                 predicted,
                 # No call for a peer: it is felt in a decision.
                 self.arrivals_per_s(now) if self.local else self._arrivals_per_s,
+                self.home,
+                self.demand,
                 self.zone,
                 None,  # withheld
             ),
@@ -199,6 +206,8 @@ class LocalStanding(Standing):
         super().__init__(copy, True, bit)
         self.estimate = RateEstimate()
         self.arrivals = ArrivalRate()
+        self.entry = Entry()
+        """What enters at this node; the fleet sets its own."""
         self._probed = probed
         self._probed_s = 0.0
         """The queue that a probe saw, in seconds of prefill."""
@@ -208,6 +217,7 @@ class LocalStanding(Standing):
         """Read the engine's probe and the outcomes. O(1)."""
         self._read(self.estimate.corrected(self.copy.advert.report), now)
         self._probed_s = self._probed() / self.rate
+        self.home, self.demand = self.entry.told_home, self.entry.demand(now)
 
     def wait_s(self, now: float) -> float:
         """Return the seconds before a prefill begins: the longer of what a probe saw and what is booked."""

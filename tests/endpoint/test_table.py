@@ -31,7 +31,9 @@ class World:
         self.journal = Journal()
         own = OwnSettings(Domain("m", "t"), PushBackSettings(), 2.0, 49152)
         fleet = Fleet(random.Random(1))
-        self.table = EndpointTable(fleet, own, self.copies, self.peers, self.news.append, 0.0, self.journal)
+        self.table = EndpointTable(
+            fleet, own, self.copies, self.peers, lambda now, _=False: self.news.append(now), 0.0, self.journal
+        )
 
     def own(self, name: str, now: float = 0.0) -> None:
         self.copies[name] = Copy(name, True, 1, now)

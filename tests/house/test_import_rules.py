@@ -37,7 +37,7 @@ PARTS: dict[str, set[str]] = {
 """Part -> the parts it may import, beside the ground. Residency, replication and policy know nothing of each other."""
 
 CROSSING: dict[tuple[str, str], set[str]] = {
-    ("routing", "policy"): {"Candidate", "Policy", "Request", "Withheld"},
+    ("routing", "policy"): {"Candidate", "Entry", "Policy", "Request", "Withheld"},
     ("routing", "replication"): {"Copy", "Peer"},
     ("endpoint", "residency"): {"Published", "Residency"},
     ("endpoint", "replication"): {"Copy", "OwnedSet", "Peer"},

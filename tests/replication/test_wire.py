@@ -142,7 +142,7 @@ def test_overhead_bounds_a_datagram_of_many_parts() -> None:
 
 
 ENTRY = ["a/0", 1, 1, 1, 0, 0, 0, None, None]
-LOAD = [0, 0, 0, 0, 0, 0, 0, 0, 0, "", 0, 100, 0, 0, 0]
+LOAD = [0, 0, 0, 0, 0, 0, 0, 0, 0, "", 0, 100, 0, 0, 0, 0, 0]
 WANT = [1, 0, 1, [[0, 9]]]
 UPDATE = ["a/0", 1, 0, 1, 0, 1, 0, KEY_LIMIT, b"", b"", "", "", ""]
 HEAD = ["a", 0, 0, False, None, [], []]
@@ -234,6 +234,8 @@ def test_fields_that_an_earlier_release_lacks_take_their_defaults() -> None:
     assert decode(tagged(pack(["a"])), SECRET).message == Message("a")
     message = decode(tagged(pack(in_entry(["a/0", 3, 4]))), SECRET).message
     assert message.vector == [VectorEntry("a/0", 3, 4, 0, 0, 0, 0, None, None)]
+    message = decode(tagged(pack(in_entry([*ENTRY[:7], LOAD[:15]]))), SECRET).message
+    assert message.vector[0].load == LoadWire()
     message = decode(tagged(pack(with_field(HEAD, 6, [UPDATE[:10]]))), SECRET).message
     assert (message.updates[0].url, message.updates[0].contact) == ("", "")
     message = decode(tagged(pack(with_field(HEAD, 6, [UPDATE[:12]]))), SECRET).message

@@ -94,6 +94,8 @@ def test_an_explanation_is_plain_json_with_every_term_of_every_candidate() -> No
             "evicted_tokens": round(weighed.evicted_tokens),
             "delays_ms": pytest.approx(1000 * weighed.delays_s, abs=0.01),
             "zone": "",
+            "home": weighed.home,
+            "demand": weighed.demand,
         }
 
 

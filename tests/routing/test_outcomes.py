@@ -20,6 +20,7 @@ from routing import (
     new,
     prompt,
     queue,
+    roam,
     suspended,
     three_holders,
 )
@@ -370,6 +371,7 @@ def test_a_burst_spreads_when_one_endpoint_would_be_slower() -> None:
     """N routers, or one in a burst, otherwise pick the same best endpoint until its next report."""
     net = mesh(4)
     node = net.nodes["n0"]
+    roam(node)
     targets = [node.route(prompt(i, 20), net.now).target for i in range(40)]
     assert {name: targets.count(name) for name in sorted(set(targets))} == {f"n{i}/0": 10 for i in range(4)}
 

@@ -23,6 +23,7 @@ from routing import (
     mesh,
     prompt,
     queue,
+    roam,
     three_holders,
 )
 
@@ -109,9 +110,19 @@ def test_the_way_is_weighed_against_the_prefill_it_saves(one_way_s: float, stays
 def test_a_queue_here_sends_a_prompt_that_nobody_holds_elsewhere() -> None:
     net = mesh(3)
     load(net, "n0/0", queue(2.0))
+    roam(net.nodes["n0"])
     decision = net.nodes["n0"].route(prompt(1, 4), net.now)
     assert not decision.local
     assert decision.reason == "shorter wait"
+
+
+def test_a_queue_here_keeps_a_prompt_that_nobody_holds_where_prompts_come_back() -> None:
+    net = mesh(3)
+    load(net, "n0/0", queue(2.0))
+    decision = net.nodes["n0"].route(prompt(1, 4), net.now)
+    assert decision.local
+    assert decision.reason == "local: it would be stored where it is not asked for"
+    assert decision.fallbacks, "a stray is a fallback all the same"
 
 
 def test_unequal_engines_are_compared_in_seconds() -> None:
@@ -119,6 +130,7 @@ def test_unequal_engines_are_compared_in_seconds() -> None:
     load(net, "n0/0", LoadReport(queued_tokens=100, prefill_tokens_per_s=100, overhead_s=0.01))
     load(net, "n1/0", LoadReport(queued_tokens=2000, prefill_tokens_per_s=10_000, overhead_s=0.01))
     net.run(1.0)
+    roam(net.nodes["n0"])
     assert net.nodes["n0"].route(prompt(1, 20), net.now).target == "n1/0"
 
 
@@ -142,7 +154,7 @@ def test_a_users_policy_sees_every_term_and_is_followed() -> None:
 
     class Last:
         def choose(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
-            assert request == (request.chain, net.now)
+            assert request == (request.chain, net.now, net.nodes["n0"]._table.fleet.entry)
             seen.append(tuple(candidates))
             return Choice(tuple(sorted(candidates, key=lambda c: c.endpoint, reverse=True)), "by name")
 

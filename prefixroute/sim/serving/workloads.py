@@ -6,7 +6,8 @@ Rules:
 3. Prompts are prepared once: packed, hashed, and with the handles of the blocks that an engine caches of them.
 4. Topics have the same tokens whatever the seed; tails and turns are new for each request.
 
-A name is a kind and, for Zipf, its exponent: uniform, zipf1.5, rotate, flash, conversations, agentic, mooncake.
+A name is a kind and, for Zipf, its exponent: uniform, zipf1.5, own, own0.5, rotate, flash, conversations, agentic,
+mooncake. Requests enter at random nodes; of "own" a share asks for what is asked for at its own node only.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ TOPICS = 57
 """Number of topics: MMLU's subjects."""
 
 TAIL_TOKENS = 100
+OWN_TOPICS, OWN_TOKENS = 12, 1500
 ROTATE_S, ROTATE_BY, ROTATE_SKEW = 300.0, 7, 1.5
 FLASH_SHARE, FLASH_SKEW = 0.7, 1.5
 SYSTEM_PROMPTS, SYSTEM_TOKENS, MEAN_TURNS, OPEN_SESSIONS = 8, 600, 6, 48
@@ -116,6 +118,24 @@ def topic_arrivals(skew: float, requests: int, origins: int, seed: int, topics: 
     return found
 
 
+def own_arrivals(skew: float, own: float, requests: int, origins: int, seed: int) -> list[Skeleton]:
+    """Return Poisson arrivals of rate 1 at random origins, of which a share `own` asks for one of its origin's topics.
+
+    The others ask for one of another origin's. Topic k of each has a weight of (k + 1) ** -skew.
+    """
+    rng = random.Random(f"{seed}/own")
+    heights = list(accumulate((k + 1) ** -skew for k in range(OWN_TOPICS)))
+    found, at = [], 0.0
+    for _ in range(requests):
+        at += rng.expovariate(1.0)
+        origin, whose = rng.randrange(origins), 0
+        if rng.random() >= own:
+            whose = rng.randrange(1, max(2, origins))
+        topic = bisect_left(heights, rng.random() * heights[-1])
+        found.append(Skeleton(at, origin, (origin + whose) % origins * OWN_TOPICS + topic))
+    return found
+
+
 def _rotated(rate: float, requests: int, origins: int, seed: int) -> list[Skeleton]:
     drawn = topic_arrivals(ROTATE_SKEW, requests, origins, seed)
     return [s._replace(topic=(s.topic + ROTATE_BY * int(s.at / (ROTATE_S * rate))) % TOPICS) for s in drawn]
@@ -156,9 +176,14 @@ def _prompt(
 
 
 def _with_prompts(
-    name: str, drawn: Sequence[Skeleton], seed: int, domain: Domain, tail_tokens: int, cache_tails: bool
+    name: str,
+    drawn: Sequence[Skeleton],
+    lengths: Sequence[int],
+    seed: int,
+    domain: Domain,
+    tail_tokens: int,
+    cache_tails: bool,
 ) -> ArrivalTrace:
-    lengths = prefix_lengths()
     prefixes = [random_words((1, topic), n) for topic, n in enumerate(lengths)]
     tails = random_words((2, seed), tail_tokens * len(drawn))
     shared = [n // domain.block_size for n in lengths]
@@ -243,6 +268,18 @@ def short_prompts(requests: int, origins: int, seed: int, tokens: int = 12) -> A
     )
 
 
+def one_prefix(requests: int, prefix_tokens: int, tail_tokens: int, seed: int) -> ArrivalTrace:
+    """Return prompts that all begin with one prefix, with tails of their own which no engine keeps; all at time 0."""
+    domain = simulated_domain()
+    front, depth = random_words((7, prefix_tokens), prefix_tokens), prefix_tokens // domain.block_size
+    tails = random_words((8, seed), tail_tokens * requests)
+    arrivals = []
+    for i in range(requests):
+        packed = front + tails[4 * tail_tokens * i : 4 * tail_tokens * (i + 1)]
+        arrivals.append(RequestArrival(0.0, 0, 0, _prompt(domain, packed, depth, depth)))
+    return ArrivalTrace("one prefix", tuple(arrivals), prefix_tokens, domain)
+
+
 # --- Mooncake ----------------------------------------------------------------------------------------------
 
 
@@ -285,11 +322,18 @@ def _from(lines: Iterator[str], skip: int) -> Iterator[str]:
 
 
 def maker(
-    name: str, *, block_tokens: int = 16, tail_tokens: int = TAIL_TOKENS, cache_tails: bool = False, file: str = ""
+    name: str,
+    *,
+    block_tokens: int = 16,
+    tail_tokens: int = TAIL_TOKENS,
+    cache_tails: bool = False,
+    file: str = "",
+    own: float = 1.0,
 ) -> Callable[[float, int, int, int], ArrivalTrace]:
     """Return the maker of the workload `name`: a function (rate, requests, origins, seed) -> a trace of rate 1.
 
-    The rate matters only for workloads that change with time. Raises `UsageError` for an unknown name.
+    The rate matters only for workloads that change with time; `own` is the share of "own" that asks for its origin's
+    topics. Raises `UsageError` for an unknown name.
     """
     domain = simulated_domain(block_tokens)
 
@@ -297,15 +341,20 @@ def maker(
         drawn: Callable[[float, int, int, int], list[Skeleton]],
     ) -> Callable[[float, int, int, int], ArrivalTrace]:
         def make(rate: float, requests: int, origins: int, seed: int) -> ArrivalTrace:
-            return _with_prompts(name, drawn(rate, requests, origins, seed), seed, domain, tail_tokens, cache_tails)
+            lengths = [OWN_TOKENS] * OWN_TOPICS * origins if name.startswith("own") else prefix_lengths()
+            skeletons = drawn(rate, requests, origins, seed)
+            return _with_prompts(name, skeletons, lengths, seed, domain, tail_tokens, cache_tails)
 
         return make
 
-    if name == "uniform" or name.startswith("zipf"):
+    kind = next((kind for kind in ("uniform", "zipf", "own") if name.startswith(kind)), "")
+    if kind:
         try:
-            skew = float(name.removeprefix("zipf")) if name != "uniform" else 0.0
+            skew = float(name.removeprefix(kind)) if name not in ("uniform", "own") else 0.0
         except ValueError:
             raise UsageError(f"a Zipf workload is named like zipf1.5, not {name!r}") from None
+        if kind == "own":
+            return topics(lambda _, requests, origins, seed: own_arrivals(skew, own, requests, origins, seed))
         return topics(lambda _, requests, origins, seed: topic_arrivals(skew, requests, origins, seed))
     if name == "rotate":
         return topics(_rotated)
@@ -318,4 +367,5 @@ def maker(
         if not file:
             raise UsageError("the mooncake workload needs its file: one JSON object a line")
         return lambda _, requests, origins, seed: partial(read_mooncake, Path(file))(requests, origins, seed)
-    raise UsageError(f"unknown workload {name!r}: uniform, zipf1.5, rotate, flash, conversations, agentic or mooncake")
+    known = "uniform, zipf1.5, own0.5, rotate, flash, conversations, agentic or mooncake"
+    raise UsageError(f"unknown workload {name!r}: {known}")
