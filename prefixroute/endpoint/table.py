@@ -60,9 +60,9 @@ class EndpointHandle(str):
 
 
 class EndpointTable:
-    """Every endpoint that a node knows. `news(now)` is called when peers should soon hear of a change here.
+    """Every endpoint that a node knows. `news(now, first)` is called when peers should soon hear of a change here.
 
-    `news(now, True)` is for the first blocks that any engine of this node holds.
+    `first` is for the first blocks that any engine of this node holds.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EndpointTable:
         own: OwnSettings,
         copies: Mapping[str, Copy],
         peers: Mapping[str, Peer],
-        news: Callable[..., None],
+        news: Callable[[float, bool], None],
         now: float,
         journal: Journal,
         node: str = "",
@@ -180,7 +180,7 @@ class EndpointTable:
         self.fleet.entry.capacity_tokens = sum(sizes) if all(sizes) else 0
         refused = local.push_back.state is PushBackState.REFUSING
         if local.advertise(now) and (refused or local.push_back.state is PushBackState.REFUSING):
-            self._news(now)
+            self._news(now, False)
         self.fleet.refresh(local.standing, now)
 
     def go_by_history(self, endpoint: str, reason: str, now: float) -> None:
@@ -195,12 +195,12 @@ class EndpointTable:
         self._took(local, local.served(chain, cached_tokens, now))
         if local.unused is not unused:
             local.advertise(now)
-            self._news(now)
+            self._news(now, False)
 
     def begun(self, ticket: int, chain: TokenChain, standing: Standing, depth: int, now: float) -> None:
         """Announce what a prompt will leave: peers that get such a prompt before the engine tells are to know."""
         if self.locals[standing.name].promise(ticket, chain, depth):
-            self._news(now)
+            self._news(now, False)
 
     def ended(self, ticket: int, standing: Standing) -> None:
         """Note that an attempt at an endpoint is over: what it announced is in the engine's events, or never will."""
@@ -264,7 +264,7 @@ class EndpointTable:
         if changes.added or changes.removed:
             self.index.update(local.copy.endpoint, changes.added, changes.removed)
             if news_at is not None:
-                self._news(news_at)
+                self._news(news_at, False)
 
     def _check(self) -> None:
         """Assert that index, fleet, copies and residencies agree. O(blocks)."""

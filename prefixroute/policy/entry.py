@@ -14,7 +14,8 @@ Rules:
    send a prompt that nobody held (a stray), or if a peer forwards such a prompt. It is asked for at home if it was
    before, and no peer is known to hold it.
 2. What was asked for at home counts when half of the peers have told what they hold: before, nobody could be known to.
-3. Nothing here is about what was served where, so that no decision feeds on its own effect.
+3. The work of an own prompt is what it would take here now, by what this node holds. Where nothing strays that is what
+   no routing would have; where much does, the demand is told too high.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ FORGOTTEN_S = 10.0
 """After so long a stray is known to its target's peers, or gone."""
 
 LEAST_S = 1.0
+"""What came in a shorter time is taken for what came in so long."""
 
 LEAST_PROMPTS = 32
 """Of fewer own prompts a demand is a matter of chance: cold fleets of slow engines lost up to 39 % by exits."""

@@ -35,8 +35,10 @@ class RentOrBuy:
 
     If the least is a peer that holds more of the prompt, buy when R >= B: serve here, and forget that rent. Else
     forward, and add the round trip to the rent of those blocks (`Rents`). A peer that holds no more than the origin is
-    only a shorter queue, and costs no rent. A gateway has no cache to warm, and its price of work is that of the mean
-    queue of its candidates.
+    only a shorter queue, and costs no rent. What must not leave its node at all is in `guard`.
+
+    A gateway has no cache to warm. Its price of work is that of the queue where the work goes, and of one other request
+    where that is idle and others are not.
     """
 
     def __init__(self) -> None:

@@ -234,8 +234,7 @@ class Flights:
 
     def _landed(self, flight: Flight, standing: Standing, now: float) -> None:
         """Take back what was booked for an attempt, which is over."""
-        if self._fleet.release(standing, flight.decision.id, now) and flight.charged >= 0:
-            standing.overdue -= 1
+        self._release(flight, standing, now)
         if standing.local:
             self._hooks.ended(flight.decision.id, standing)
 

@@ -28,12 +28,15 @@ class World:
         self.copies: dict[str, Copy] = {}
         self.peers: dict[str, Peer] = {}
         self.news: list[float] = []
+        self.first_news: list[float] = []
         self.journal = Journal()
         own = OwnSettings(Domain("m", "t"), PushBackSettings(), 2.0, 49152)
         fleet = Fleet(random.Random(1))
-        self.table = EndpointTable(
-            fleet, own, self.copies, self.peers, lambda now, _=False: self.news.append(now), 0.0, self.journal
-        )
+        self.table = EndpointTable(fleet, own, self.copies, self.peers, self._hear, 0.0, self.journal)
+
+    def _hear(self, now: float, first: bool) -> None:
+        self.news.append(now)
+        self.first_news += [now] if first else []
 
     def own(self, name: str, now: float = 0.0) -> None:
         self.copies[name] = Copy(name, True, 1, now)
@@ -141,3 +144,14 @@ def test_a_batch_of_another_rank_changes_nothing_and_is_told_once() -> None:
         world.table.apply("n0/0", EngineBatch(events, rank), 1.0)
     assert [event.state for event in world.journal.take_events() if isinstance(event, ResidencyChanged)] == ["mixed"]
     assert world.table.local("n0/0").residency.live_blocks == 4
+
+
+def test_the_first_blocks_that_a_node_holds_are_told_as_such_and_no_others() -> None:
+    world = World()
+    world.own("n0/0")
+    world.own("n0/1")
+    world.table.apply("n0/0", EngineBatch(()), 1.0)
+    world.table.apply("n0/0", stored(list(range(64))), 2.0)
+    world.table.apply("n0/1", stored(list(range(64))), 3.0)
+    world.table.apply("n0/0", stored(list(range(100, 164))), 4.0)
+    assert world.first_news == [2.0]

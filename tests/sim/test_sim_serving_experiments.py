@@ -91,6 +91,8 @@ def test_the_commands_of_the_grid(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["grid", "--cell", "colour=red"], "name=value"),
         (["grid", "--cell", "nodes=four"], "must be a number"),
         (["grid", "--cell", "workload=weather"], "unknown workload"),
+        (["grid", "--cell", "workload=uniform2"], "unknown workload"),
+        (["situations", "--seeds", "0"], "seeds >= 1"),
         (["grid", "--policies", "magic"], "unknown policy"),
         (["grid", "--policies", "none"], "needs the default policy"),
         (["grid", "--seeds", "0"], "seeds >= 1"),

@@ -336,18 +336,18 @@ def maker(
     topics. Raises `UsageError` for an unknown name.
     """
     domain = simulated_domain(block_tokens)
+    kind = "uniform" if name == "uniform" else next((kind for kind in ("zipf", "own") if name.startswith(kind)), "")
 
     def topics(
         drawn: Callable[[float, int, int, int], list[Skeleton]],
     ) -> Callable[[float, int, int, int], ArrivalTrace]:
         def make(rate: float, requests: int, origins: int, seed: int) -> ArrivalTrace:
-            lengths = [OWN_TOKENS] * OWN_TOPICS * origins if name.startswith("own") else prefix_lengths()
+            lengths = [OWN_TOKENS] * OWN_TOPICS * origins if kind == "own" else prefix_lengths()
             skeletons = drawn(rate, requests, origins, seed)
             return _with_prompts(name, skeletons, lengths, seed, domain, tail_tokens, cache_tails)
 
         return make
 
-    kind = next((kind for kind in ("uniform", "zipf", "own") if name.startswith(kind)), "")
     if kind:
         try:
             skew = float(name.removeprefix(kind)) if name not in ("uniform", "own") else 0.0
